@@ -11,6 +11,7 @@ settings are refused: utils.stage compares `run_settings` (arguments.py) with th
 import logging
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 logger = logging.getLogger(__name__)
 ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
 MAMBA_TYPES = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # types of models
-SCRATCH = ".rows"  # in OUTPUT_DIR: the encoded rows of this start
+SCRATCH = "_rows"  # in OUTPUT_DIR: the encoded rows of this start. The Trainer uploads nothing that begins with "_"
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
@@ -57,14 +58,16 @@ def train() -> None:
 
 @contextmanager
 def scratch(args: SPAGArguments) -> Iterator[None]:
-    """Delete OUTPUT_DIR's folder of encoded rows, which a killed start may have left, before and after the block."""
-    folder = Path(args.output_dir, SCRATCH)
-    utils.on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+    """Delete this machine's folder of encoded rows, which a killed start may have left, before and after the block."""
+    folder = scratch_folder(args)
+    utils.on_each_machine(lambda: shutil.rmtree(folder, ignore_errors=True))
     try:
         yield
     finally:
-        if utils.rank() == 0:
+        if utils.is_first_of_machine():
             shutil.rmtree(folder, ignore_errors=True)
+        if utils.rank() == 0:
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def run(trainer: SPAGTrainer) -> None:
@@ -155,8 +158,8 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
 
 def scratch_folder(args: SPAGArguments) -> Path:
     """The folder of this machine's encoded rows. It goes when training ends; one of a killed start goes first."""
-    machine = os.environ.get("GROUP_RANK", "0")  # torchrun's number of it
-    return Path(args.output_dir, SCRATCH, machine)
+    number = os.environ.get("GROUP_RANK", "0")  # torchrun's number of the machine; other launchers give none
+    return Path(args.output_dir, SCRATCH, f"{socket.gethostname()}_{number}")
 
 
 def check_game_row(row: Row) -> None:
@@ -193,18 +196,18 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
-    if args.detach_kl or args.allow_negative_rewards:
+    if args.allow_negative_rewards:
         return
-    trained_with_reward = ~is_sft if learns_from_games else np.ones(len(rows), dtype=bool)
-    if negative := ((rewards < 0) & trained_with_reward).sum():
-        why = (
-            "Without --detach_kl True their log-ratio runs away and replies degenerate"
-            if learns_from_games
-            else f"{args.train_method} would imitate them as if they were good; OfflinePO learns to avoid them"
-        )
-        raise utils.UserError(
-            f"{files}: {negative} rows have negative rewards. {why}; --allow_negative_rewards True trains all the same"
-        )
+    of_games = ~is_sft if learns_from_games else np.zeros(len(rows), dtype=bool)
+    imitated, avoided = ((rewards < 0) & ~of_games).sum(), ((rewards < 0) & of_games).sum()
+    remedy = "--allow_negative_rewards True trains all the same"
+    if imitated:
+        kind = "SFT rows" if learns_from_games else "rows"
+        why = f"{args.train_method} would imitate them as if they were good; OfflinePO learns to avoid rows of games"
+        raise utils.UserError(f"{files}: {imitated} {kind} have negative rewards. {why}; {remedy}")
+    if avoided and not args.detach_kl:
+        why = "Without --detach_kl True their log-ratio runs away and replies degenerate"
+        raise utils.UserError(f"{files}: {avoided} rows have negative rewards. {why}; {remedy}")
 
 
 def vocabulary_size(args: SPAGArguments) -> int:

@@ -311,9 +311,9 @@ def games_of(paths: list[str]) -> list[str]:
     games = []
     for file in map(Path, paths):
         record = file.with_name(f"{file.stem}_rewards_settings.json")
-        stored = utils.read_json(record) if record.is_file() else {}
-        if played := stored.get("games"):
-            games.append(f"{played['episodes']:,} of {stored['settings']['game']['name']}")
+        match utils.read_json(record) if record.is_file() else None:
+            case {"games": {"episodes": int(number)}, "settings": {"game": {"name": str(game)}}}:
+                games.append(f"{number:,} of {game}")
     return games
 
 
@@ -530,13 +530,14 @@ class SPAGTrainer(Trainer, TrainerCallback):
         if not self.is_world_process_zero():
             return
         base = utils.public_name(self.args.model_name_or_path)
-        super().create_model_card(finetuned_from=base, dataset=self.args.train_data_path)
+        is_on_hub = not Path(self.args.model_name_or_path).is_dir()  # else the hub's model of this name is another one
+        super().create_model_card(finetuned_from=base if is_on_hub else None, dataset=self.args.train_data_path)
         path = Path(self.args.output_dir, "README.md")
         card = ModelCard.load(path)
         head, hyperparameters = card.text.partition("\n# ")[0], card.text.partition("## Training procedure")[2]
         title = f"# {Path(self.args.output_dir).absolute().name}"
         card.text = f"{head}\n{title}\n\n{self.description()}\n## Training procedure{hyperparameters}"
-        card.data.base_model = None if Path(self.args.model_name_or_path).is_dir() else base  # a name on the hub
+        card.data.base_model = base if is_on_hub else None
         card.data.datasets = [name for name in self.args.train_data_path if not Path(name).exists()] or None
         of_others = {tag for tag in card.data.tags if not tag.startswith("base_model:")}  # peft's names a folder
         card.data.tags = sorted(of_others | {"spag", self.args.train_method})
@@ -550,12 +551,15 @@ class SPAGTrainer(Trainer, TrainerCallback):
         reference = coefficients.pop(REFERENCE_NAME, None)
         values = [f"{name} {value}" for name, value in coefficients.items() if not name.startswith("allow_")]
         files = [f"`{utils.public_name(name)}`" for name in args.train_data_path]
+        rows = f"{len(is_sft):,} rows"
+        if self.learns_from_games:
+            rows = f"{(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows"
         lines = {
             "Base model": f"`{utils.public_name(args.model_name_or_path)}`",
             "Method": f"{args.train_method} ({', '.join(values)})" if values else args.train_method,
             "Adapters": f"LoRA of rank {args.lora_rank}" if args.lora_rank else None,
             "Reference model": f"`{utils.public_name(reference)}`" if reference else None,
-            "Data": f"{', '.join(files)}: {(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows",
+            "Data": f"{', '.join(files)}: {rows}",
             "Games": ", ".join(games_of(args.train_data_path)) or None,
         }
         listed = "\n".join(f"- {name}: {text}" for name, text in lines.items() if text)

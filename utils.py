@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import glob
+import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -50,8 +52,7 @@ JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and 
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
 OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
-READ_BY_DATASETS = {".gz": "json", ".parquet": "parquet"}  # what `datasets` calls the format of these files
-DATA_FILES = (".json", ".jsonl", ".csv", *READ_BY_DATASETS)  # a name that ends so is a file, not a data set of the hub
+DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -225,9 +226,13 @@ def barrier() -> None:
     on_rank_0(lambda: None)  # and lets the others go on
 
 
+def is_first_of_machine() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def on_each_machine(make: Callable[[], object]) -> None:
     """Call `make` in the first process of each machine; all ranks wait, and raise a UserError of rank 0's."""
-    if rank() > 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if rank() > 0 and is_first_of_machine():
         make()
     on_rank_0(lambda: make() and None)
     barrier()
@@ -237,9 +242,10 @@ def on_each_machine(make: Callable[[], object]) -> None:
 
 
 def read_text(path: StrPath) -> str:
-    """The text of a file, without a byte order mark. UserError if it is not UTF-8."""
+    """The text of a file, which may be gzipped, without a byte order mark. UserError if it is not UTF-8."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text in UTF-8; save it as UTF-8") from None
 
@@ -282,18 +288,22 @@ def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read.
     """
     path = Path(name)
-    if not path.exists():
-        source = {"path": str(data_folder(str(name)))}
-    elif path.suffix in READ_BY_DATASETS:
-        source = {"path": READ_BY_DATASETS[path.suffix], "data_files": str(name)}
-    else:
+    if path.exists() and path.suffix != ".parquet":
         return read_json_or_jsonl(name, make)
     import datasets
 
+    if path.exists():
+        source = {"path": "parquet", "data_files": glob.escape(str(name))}
+    else:
+        source = {"path": str(data_folder(str(name)))}
     datasets.disable_progress_bars()
     # Its copy of the data would stand for whatever lies at this path later, so it does not outlive this call.
-    with tempfile.TemporaryDirectory() as cache, told(name, OSError, ValueError, datasets.exceptions.DatasetsError):
-        records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            why = str(error.__cause__ or error).partition("\n")[0]
+            raise UserError(f"{name}: `datasets` cannot read it: {why}") from error
         return _made(name, (_without_nulls(record) for record in records), make)
 
 
@@ -519,8 +529,13 @@ def model_folder(name: str) -> Path:
 
 
 def public_name(name: str) -> str:
-    """What to call a model or a file in what leaves this machine: as the user did, but for the folders above it."""
-    return Path(name).name if Path(name).is_absolute() else name
+    """What to call a model or a file in what leaves this machine: as the user did, but for the folders above it.
+
+    The name of a folder begins with "./", so that nobody takes it for a model of the hub.
+    """
+    path = Path(name)
+    shown = path.name if path.is_absolute() else name
+    return f"./{shown}" if path.is_dir() and not shown.startswith(".") else shown
 
 
 def from_folder(auto, name: StrPath, **options):

@@ -144,6 +144,10 @@ def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows
         assert first["target"] == f"{thoughts[0] if thinking else ''}{TAKEN_OUT}<|im_end|>"
         assert TAKEN_OUT in second["query"] and "<|im_end|>`art`" not in second["target"]
         (tmp_path / "rows_rewards_settings.json").unlink()
+    write_records(tmp_path / "games.json", [game | {"target_word": "pi<|im_end|>ano"}])
+    files = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows2.json"}
+    errors = call(assign_rewards.main, *flags_of(files | flags | {"chat_template": True}), status=2).errors
+    assert "games.json: episode 1: its word holds a special token" in errors
 
 
 def prompt_warnings(place: Path, **flags) -> list[str]:

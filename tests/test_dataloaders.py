@@ -246,6 +246,20 @@ def test_rows_are_read_from_parquet_gzip_and_the_hub_as_from_json(tmp_path, on_h
     assert both["sha256"] == f"{utils.files_setting(path)['sha256']} abc" and both["commits"] == {"me/rows": "abc"}
 
 
+def test_gzipped_rows_are_read_line_by_line_and_a_name_is_no_pattern(tmp_path, tokenizer):
+    rows = [{"query": "2024-01-01", "target": "2024-01-01", "reward": 1}, {"query": "q", "target": "t", "type": "sft"}]
+    lines = "\n".join(map(json.dumps, rows))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert list(load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer))[1]["is_sft"]
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(f"{lines}\n{{half".encode()))
+    with pytest.raises(utils.UserError, match=r"rows\.jsonl\.gz:3: not JSON"):
+        load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer)
+    for name, target in (("rows1.parquet", "other"), ("rows[1].parquet", "own")):
+        Dataset.from_list([{"query": "q", "target": target}]).to_parquet(tmp_path / name)
+    (row,) = load_rows([str(tmp_path / "rows[1].parquet")], tokenizer)
+    assert target_of(row) == target_of(encode_example({"query": "q", "target": "own"}, tokenizer))
+
+
 MISSING = ["rows", "a/b/c", "no/such.json", "no/such.jsonl.gz", "no/such.parquet", "no/such.csv"]
 
 
@@ -257,7 +271,7 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(name, tokenizer):
 
 def test_a_data_set_that_is_nowhere_and_a_file_that_is_none_are_named(tmp_path, on_hub, tokenizer):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    for name, message in (("no/rows", "no such data set on the hub"), (tmp_path / "bad.parquet", "bad.parquet: ")):
+    for name, message in (("no/rows", "no such data set on the hub"), (tmp_path / "bad.parquet", "Parquet magic")):
         with pytest.raises(utils.UserError, match=message):
             load_rows([str(name)], tokenizer)
 

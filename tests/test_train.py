@@ -16,6 +16,7 @@ import torch
 import transformers
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
 from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -283,8 +284,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
     with pytest.raises(Stopped):
         run(other, settings | {"max_length": 40})
     shutil.rmtree(output / "checkpoint-4")
-    (output / train.SCRATCH / "0").mkdir(parents=True)
-    (output / train.SCRATCH / "0/rows_from_0.arrow").write_text("half a file, of a killed start")
+    scratch = train.scratch_folder(SimpleNamespace(output_dir=output))
+    scratch.mkdir(parents=True)
+    (scratch / "rows_from_0.arrow").write_text("half a file, of a killed start")
     assert_same_curve(run(output, settings), plain_runs[tiny_model][0])
     assert not list(output.glob("*.npy")) and not (output / train.SCRATCH).exists()
 
@@ -522,9 +524,11 @@ def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(
 
 def test_a_card_of_a_model_from_a_folder_calls_it_by_its_name_alone(tmp_path, tiny_model):
     rows = write_rows(tmp_path / "rows.json", [{"query": "q", "target": "t"}] * 8)
+    utils.write_json(tmp_path / "rows_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
     run(tmp_path / "out", sft(rows, tiny_model, max_steps=1))
     card = (tmp_path / "out/README.md").read_text()
-    assert f"Base model: `{Path(tiny_model).name}`" in card and "base_model:" not in card and "Method: SFT\n" in card
+    assert "`rows.json`: 8 rows\n" in card and "Games" not in card  # the record beside the rows is of something else
+    assert f"Base model: `./{Path(tiny_model).name}`" in card and "base_model:" not in card and "Method: SFT\n" in card
     assert str(Path(tiny_model).parent) not in card and "huggingface.co/" not in card
 
 
@@ -663,6 +667,25 @@ def test_methods_that_imitate_refuse_rewards_below_0(tmp_path, tiny_model, metho
     settings |= {"ref_model_name_or_path": tiny_model} if method == "SFTwithKL" else {}
     refused(tmp_path / "out", settings, f"4 rows have negative rewards. {method} .*OfflinePO.*--allow_negative_rew")
     assert run(tmp_path / "out", settings | {"allow_negative_rewards": True})
+
+
+def test_offline_po_refuses_sft_rows_with_rewards_below_0_which_it_would_imitate(tmp_path, tiny_model):
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME, GAME | {"reward": -1.0, "type": "sft"}] * 4)
+    settings = offline_po(rows, tiny_model, tiny_model, allow_negative_rewards=None, detach_kl=True)
+    refused(tmp_path / "out", settings, "4 SFT rows have negative rewards. OfflinePO would imitate them")
+
+
+def test_what_is_uploaded_holds_no_rows(tmp_path, mixed_rows, tiny_model, monkeypatch):
+    uploaded = []
+
+    def upload(folder_path, ignore_patterns=(), **_):
+        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        uploaded.extend(filter_repo_objects(names, ignore_patterns=ignore_patterns))
+
+    monkeypatch.setattr(transformers.trainer, "upload_folder", upload)
+    monkeypatch.setattr(transformers.trainer, "create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/model"))
+    run(tmp_path / "out", sft(mixed_rows, tiny_model, push_to_hub=True, hub_token="hf_secret", max_steps=1))
+    assert "model.safetensors" in uploaded and not [name for name in uploaded if "arrow" in name]
 
 
 def test_sft_leaves_out_rows_of_weight_0_and_says_that_other_weights_count_as_1(tmp_path, tiny_model):

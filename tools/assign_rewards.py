@@ -21,7 +21,16 @@ from tools.games.game import Game, load_member, member_setting
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
-from utils import UserError, files_setting, read_json, read_json_or_jsonl, rows_setting, run_program, special_texts
+from utils import (
+    UserError,
+    files_setting,
+    read_json,
+    read_json_or_jsonl,
+    rows_setting,
+    run_program,
+    special_texts,
+    without,
+)
 
 __all__ = ["assign_rewards"]
 FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them
@@ -86,7 +95,9 @@ def play_settings(path: str) -> dict:
     file = Path(path)
     named = FILE_OF_GAMES.fullmatch(file.name)
     record = file.with_name(f"{named[1]}_settings.json") if named else None
-    return read_json(record)["settings"] if record and record.is_file() else {}
+    stored = read_json(record) if record and record.is_file() else None
+    settings = stored.get("settings") if isinstance(stored, dict) else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
@@ -103,7 +114,8 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
     if play and bool(had_template) != flags.chat_template:
         phrases.append(f"--chat_template {flags.chat_template} (played with {bool(had_template)})")
     elif flags.chat_template and play.get("chat_template"):
-        models = {player["path"] for player in players if Path(player["path"]).is_dir()}
+        # A model of the hub, which has a commit, is in its cache since play.
+        models = {player["path"] for player in players if "commit" in player or Path(player["path"]).is_dir()}
         for model in sorted(models - {flags.tokenizer}):
             if flags.template_of(model, bool(play.get("thinking"))).sha256 != settings["chat_template"]:
                 phrases.append(f"the chat template of --tokenizer {flags.tokenizer} (played with that of {model})")
@@ -118,7 +130,11 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         place = f"{path}: episode"
         if chat:  # a text of a special token would become that token in the rows
             rewards.check_episodes(game, records, place, 1)
-            records = [rows.episode_without(special_texts(chat.tokenizer), episode) for episode in records]
+            special = special_texts(chat.tokenizer)
+            for number, episode in enumerate(records, start=1):
+                if without(special, episode["target_word"]) != episode["target_word"]:
+                    raise UserError(f"{place} {number}: its word holds a special token of {flags.tokenizer}")
+            records = [rows.episode_without(special, episode) for episode in records]
         results += rewards.judge_episodes(game, records, place, 1)
         episodes += records
     outcomes = Counter(result.outcome for result in results)

@@ -23,5 +23,5 @@ install_rest() { # also compiles DeepSpeed's operators (two minutes, once), and 
 set_up tests tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" OMP_WAIT_POLICY=passive
 ruff check .
-mypy # the files that pyproject.toml names
+python -m mypy # the files that pyproject.toml names
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores

@@ -147,11 +147,12 @@ def game_rows(
 def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
     """An episode whose messages and thoughts hold none of these texts, as one that `play_game` returns."""
     history = [message | {"content": without(special, message["content"])} for message in episode["history"]]
-    replies = [dict(reply) for reply in episode.get("replies") or ()]
-    for reply in replies:
-        if "thought" in reply:
-            reply["thought"] = thought_without(special, reply["thought"])
-            reply["text"] = without(special, reply["text"])
+    replies = []
+    for reply in episode.get("replies") or ():
+        match reply:
+            case {"thought": str(thought), "text": str(text)}:
+                reply = {**reply, "thought": thought_without(special, thought), "text": without(special, text)}
+        replies.append(reply)
     return {**episode, "history": history, "replies": replies}
 
 
