@@ -682,8 +682,9 @@ def test_what_is_uploaded_holds_no_rows(tmp_path, mixed_rows, tiny_model, monkey
         names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
         uploaded.extend(filter_repo_objects(names, ignore_patterns=ignore_patterns))
 
-    monkeypatch.setattr(transformers.trainer, "upload_folder", upload)
-    monkeypatch.setattr(transformers.trainer, "create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/model"))
+    made = SimpleNamespace(repo_id="me/model")
+    hub = SimpleNamespace(upload_folder=upload, create_repo=lambda *_, **__: made)
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
     run(tmp_path / "out", sft(mixed_rows, tiny_model, push_to_hub=True, hub_token="hf_secret", max_steps=1))
     assert "model.safetensors" in uploaded and not [name for name in uploaded if "arrow" in name]
 
