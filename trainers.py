@@ -26,7 +26,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import rotate_checkpoints
 
 import utils
 from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SPAGArguments
@@ -297,13 +296,27 @@ def last_checkpoint(args: SPAGArguments) -> str | None:
     return last
 
 
-@contextlib.contextmanager
-def deletion_may_fail(folder: Path) -> Iterator[None]:
-    """Warn of an older checkpoint that cannot be deleted, such as one of which NFS holds an open file, and go on."""
+def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The checkpoints to delete: incomplete ones, and the first of those beyond --save_total_limit.
+
+    Neither the last nor the best one is among them. Incomplete ones are of a killed launch, and do not count.
+    """
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
+    incomplete = [checkpoint for checkpoint in checkpoints if checkpoint not in complete]
+    if not limit or limit < 0:
+        return incomplete
+    kept = {complete[-1], *(checkpoint for checkpoint in complete if best and checkpoint.name == Path(best).name)}
+    surplus = len(complete) - max(limit, len(kept))
+    return incomplete + [checkpoint for checkpoint in complete if checkpoint not in kept][: max(surplus, 0)]
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint. One that cannot be deleted, as NFS keeps files that are open elsewhere, is a warning."""
     try:
-        yield
+        shutil.rmtree(folder)
     except OSError as error:
-        logger.warning("%s: an older checkpoint cannot be deleted (%s); training goes on", folder, error)
+        logger.warning("%s: this old checkpoint cannot be deleted (%s); training goes on", folder, error)
 
 
 def games_of(paths: list[str]) -> list[str]:
@@ -505,11 +518,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
             utils.share_weights(checkpoint)
             (checkpoint / COMPLETE).touch()
-            with deletion_may_fail(folder):
-                for checkpoint in folder.glob("checkpoint-*"):
-                    if not (checkpoint / COMPLETE).is_file():  # of a killed launch; save_total_limit must not count it
-                        shutil.rmtree(checkpoint)
-                rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
+            for old in old_checkpoints(folder, limit, self.state.best_model_checkpoint):
+                delete_checkpoint(old)
 
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""

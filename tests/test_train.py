@@ -1,6 +1,7 @@
 """train.py as its user sees it: recorded runs, ways to train that must agree, checkpoints, refusals."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -336,19 +337,42 @@ def test_numbers_in_a_deepspeed_file_that_differ_from_the_flags_are_one_line(tmp
     refused(tmp_path / "out", sft(mixed_rows, tiny_model, deepspeed=tmp_path / "numbers.json"), message)
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    rmtree = shutil.rmtree
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_deleted(
+    tmp_path, mixed_rows, tiny_model, monkeypatch
+):
+    """As on NFS, where files that another program reads stay in their folder."""
 
-    def busy(path, *more, **options):
-        if "checkpoint-" in str(path):
+    def busy(path, **options):
+        if Path(path).name in ("checkpoint-1", "checkpoint-9"):
             raise OSError("Directory not empty: '.nfs0001'")
-        rmtree(path, *more, **options)
+        rmdir(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
-    settings = sft(mixed_rows, tiny_model, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)
-    printed = call(train.main, *flags(tmp_path / "out", settings)).errors
-    assert "checkpoint cannot be deleted (Directory not empty" in printed
-    assert utils.read_json(tmp_path / "out/settings.json")["finished"]
+    rmdir, output = os.rmdir, tmp_path / "out"
+    monkeypatch.setattr(os, "rmdir", busy)
+    settings = sft(mixed_rows, tiny_model, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=4)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(trainers.SPAGTrainer, "training_step", stop)
+        run(output, settings)
+    for step in (8, 9):  # of a killed launch
+        (output / f"checkpoint-{step}").mkdir()
+    printed = call(train.main, *flags(output, settings)).errors
+    for name in ("checkpoint-1", "checkpoint-9"):
+        assert re.search(f"WARNING .*{name}: .*cannot be deleted .Directory not empty", printed)
+    assert sorted(path.name[-1] for path in output.glob("checkpoint-*")) == ["1", "4", "9"]
+    assert utils.read_json(output / "settings.json")["finished"]
+
+
+@pytest.mark.parametrize(
+    "limit, best, deleted",
+    [(None, None, [10]), (1, None, [10, 2, 4]), (2, None, [10, 2]), (1, 2, [10, 4]), (2, 4, [10, 2]), (4, 2, [10])],
+)
+def test_beyond_the_limit_all_checkpoints_but_the_last_and_the_best_are_deleted(tmp_path, limit, best, deleted):
+    for step in (2, 4, 6, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}/complete").touch()
+    old = trainers.old_checkpoints(tmp_path, limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert [path.name for path in old] == [f"checkpoint-{step}" for step in deleted]
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
