@@ -30,7 +30,12 @@ from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
-MAMBA_TYPES = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # types of models
+# Linear layers that cannot be adapted, by the model's type: Mamba's code reads past adapters, so peft refuses them.
+# These routers return more than a tensor.
+NEVER_ADAPTED = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), ["out_proj", "conv1d"]),
+    **dict.fromkeys(("llama4", "llama4_text", "phimoe"), ["router"]),
+}
 SCRATCH = "_rows"  # in OUTPUT_DIR: the encoded rows of this start. The Trainer uploads nothing that begins with "_"
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
@@ -270,7 +275,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in layers)]
     if targets != ALL_LINEAR and missing:  # peft would go on with those that are there
         raise utils.UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
-    is_mamba = targets == ALL_LINEAR and model.config.model_type in MAMBA_TYPES
+    left_out = NEVER_ADAPTED.get(model.config.model_type) if targets == ALL_LINEAR else None
     with utils.told("--lora flags", ValueError, TypeError):
         config = LoraConfig(
             task_type="CAUSAL_LM",
@@ -278,7 +283,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
             target_modules="all-linear" if targets == ALL_LINEAR else targets,
-            exclude_modules=["out_proj", "conv1d"] if is_mamba else None,  # read past adapters, so peft refuses them
+            exclude_modules=left_out,
         )
         adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
     check_tied_weights(adapted)

@@ -430,6 +430,7 @@ def test_adapters_on_tied_embeddings_are_refused(tmp_path, mixed_rows, tiny_mode
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 SMALL = TINY | {"num_attention_heads": 4, "intermediate_size": 64}
+LLAMA4 = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
 MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
 
 
@@ -439,13 +440,15 @@ MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
         ("llama", SMALL, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("mixtral", SMALL | {"num_key_value_heads": 2}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("mamba2", MAMBA | {"n_groups": 1}, {"in_proj"}),
+        ("llama4_text", LLAMA4, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_by_default_all_linear_layers_get_adapters(kind, config, adapted):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     args = SimpleNamespace(lora_rank=4, deepspeed=None, **arguments.LORA_ARGUMENTS)
-    names = {name.split(".")[-2] for name, _ in train.add_lora(model, args).named_modules() if name.endswith("lora_A")}
-    assert adapted <= names
+    model = train.add_lora(model, args)
+    assert adapted <= {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
+    assert model(torch.arange(5).unsqueeze(0)).logits.shape == (1, 5, 64)
 
 
 def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, mixed_rows, tiny_model):
