@@ -209,6 +209,8 @@ def _check_run(args: SPAGArguments) -> None:
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args.deepspeed)
+    if args.lora_rank == 0:
+        raise utils.UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
     if args.eval_on_start and not args.eval_data_path:
         raise utils.UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}

@@ -97,6 +97,7 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--deepspeed zero3.json", "zero3.json: .*stage3_gather_16bit_weights_on_model_save"),
         ("SFT", "--deepspeed sgd.json", "sgd.json: .*optimizer SGD; .*zero_allow_untested_optimizer"),
         ("SFT", "--eval_on_start True", "--eval_data_path"),
+        ("SFT", "--lora_rank 0", "a rank is at least 1"),
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
     ],
 )
