@@ -121,10 +121,9 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     if args.eval_data_path:
         eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
     model = load_model(args.model_name_or_path, args)
-    positions = utils.Positions(model)
-    for rows, files in ((train_rows, args.train_data_path), (eval_rows, args.eval_data_path)):
-        if rows:
-            positions.check(f"{', '.join(files)}: the longest row", int(column(rows, "length").max()))
+    check_positions(model, args.train_data_path, train_rows)
+    if eval_rows:
+        check_positions(model, args.eval_data_path, eval_rows)
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
@@ -213,6 +212,12 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     if avoided and not args.detach_kl:
         why = "Without --detach_kl True their log-ratio runs away and replies degenerate"
         raise utils.UserError(f"{files}: {avoided} rows have negative rewards. {why}; {remedy}")
+
+
+def check_positions(model: PreTrainedModel, paths: list[str], rows: Dataset) -> None:
+    """Raise UserError for rows that are longer than the model's table of positions; warn where it has none."""
+    longest = int(column(rows, "length").max())
+    utils.Positions(model).check(f"{', '.join(paths)}: the longest row", longest)
 
 
 def vocabulary_size(args: SPAGArguments) -> int:
