@@ -149,7 +149,8 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     def check(row: Row) -> None:
         if learns_from_games and not row.is_sft:
             check_game_row(row)
-            types.update([] if row.type is None else [str(row.type)])
+            if row.type is not None:
+                types.add(str(row.type))
 
     file = scratch_folder(args) / f"rows_from_{first_index}.arrow"
     rows = load_rows(paths, tokenizer, vocab_size, file=file, check=check, first_index=first_index)

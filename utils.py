@@ -230,11 +230,11 @@ def is_first_of_machine() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def on_each_machine(make: Callable[[], object]) -> None:
+def on_each_machine(make: Callable[[], None]) -> None:
     """Call `make` in the first process of each machine; all ranks wait, and raise a UserError of rank 0's."""
     if rank() > 0 and is_first_of_machine():
         make()
-    on_rank_0(lambda: make() and None)
+    on_rank_0(make)
     barrier()
 
 

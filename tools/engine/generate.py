@@ -19,7 +19,8 @@ class BatchEngine(Engine):
     keeps_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):
-        self.codec, self.model, self.size, self.computes_in = local.codec, local.model, batch_size, local.computes_in
+        self.codec, self.model, self.size = local.codec, local.model, batch_size
+        self.computes_in = local.computes_in
         self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
 
     def start(self, request: int, prompt: Prompt) -> None:

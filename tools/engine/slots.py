@@ -32,7 +32,8 @@ class SlotEngine(Engine):
     keeps_games = True
 
     def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):
-        self.codec, self.model, self.size, self.computes_in = local.codec, local.model, slots, local.computes_in
+        self.codec, self.model, self.size = local.codec, local.model, slots
+        self.computes_in = local.computes_in
         sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
