@@ -3,19 +3,20 @@
 import contextlib
 import functools
 import io
+import json
 import re
 import runpy
 import shlex
 import sys
 
 import pytest
-from helpers import ROOT, call
+from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, write_place
 
 from tools import assign_rewards, play_llm_game
 from tools.loop.settings import DEFAULTS_FILE, read_file
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
-from utils import read_json_or_jsonl
+from utils import read_json_or_jsonl, write_json
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -79,6 +80,56 @@ def test_the_four_commands_are_there_and_the_loop_knows_the_settings_it_is_given
     names = {word.partition("=")[0] for word in words if "=" in word}
     assert {"CONTROL", "LIKE", "OUTPUT"} <= names <= read_file(DEFAULTS_FILE).keys()
     assert all((ROOT / word).is_file() for word in words if "=" not in word)
+
+
+def shell_loop(python: str, **changes) -> str:
+    """The loop over epochs of the README, with a tiny model in the place of eight GPUs, and with changed flags."""
+    (code,) = [block for block in blocks(TOP, "bash") if "for epoch in" in block]
+    code = re.sub(r"^launch=\(.*\)$", f"launch=({python})", code, flags=re.MULTILINE).replace("in 1 2 3", "in 1 2")
+    code = re.sub(r" --(deepspeed \S+|bf16 True)", "", code).replace("python tools/", f"{python} tools/")
+    for name, value in changes.items():
+        code, number = re.subn(rf"--{name} \S+", f"--{name} {value}", code)
+        assert number, name
+    return code
+
+
+@pytest.mark.kills
+def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a_kill(tmp_path, tiny_model):
+    for name in ("train.py", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    write_place(tmp_path, [f"word{number}" for number in range(16)])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "words.txt").rename(tmp_path / "data/all_target_words.txt")
+    (tmp_path / "prompts.json").rename(tmp_path / "data/released_prompts.json")
+    write_json(tmp_path / "data/alpaca_train.json", [{"instruction": "Say it.", "input": "", "output": "It."}] * 8)
+    smaller = {"max_length": 160, "max_new_tokens": "16 --max_turns 2", "gradient_accumulation_steps": 2}
+    # A model of random weights wins no game, so all messages are rows.
+    code = shell_loop(sys.executable, **smaller, sft_data_path="data/alpaca_train.json --messages all")
+    how = {"cwd": tmp_path, "env": ENVIRONMENT | {"IMITATION": tiny_model}}
+
+    killed = start(["bash", "-c", code], **how)
+    assert wait_for(lambda: any(tmp_path.glob("outputs/shell/epoch1/model/checkpoint-*/complete")), killed)
+    kill_all(killed, tmp_path)
+    assert not (tmp_path / "outputs/shell/epoch2").exists()
+    games = (tmp_path / "outputs/shell/epoch1/games/spag_sampling_words_results.json").read_bytes()
+    finish(start(["bash", "-c", code], **how))
+
+    epochs = [tmp_path / "outputs/shell/epoch1", tmp_path / "outputs/shell/epoch2"]
+    assert (epochs[0] / "games/spag_sampling_words_results.json").read_bytes() == games
+    for epoch in epochs:
+        assert (epoch / "model/model.safetensors").is_file() and not list(epoch.glob("model/checkpoint-*"))
+        assert json.loads((epoch / "model/settings.json").read_text())["finished"]
+    second = json.loads((epochs[1] / "games/spag_sampling_words_settings.json").read_text())["settings"]
+    assert second["attacker_model_name_or_path"]["path"] == "outputs/shell/epoch1/model"
+
+
+def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_terminal_open(tmp_path):
+    (tmp_path / "program").write_text('#!/bin/sh\ncase $1 in *play*) exit 3 ;; esac\n')
+    (tmp_path / "program").chmod(0o755)
+    code = shell_loop(str(tmp_path / "program"))
+    assert "set -e" not in code
+    printed = finish(start(["bash", "-c", f"{code}\necho epoch $epoch, status $?"], cwd=tmp_path))
+    assert printed.splitlines()[-1].startswith("epoch 1")
 
 
 @pytest.mark.parametrize("name", TEXTS)
