@@ -6,7 +6,7 @@ use two flags of older transformers, which keep their meaning: --evaluation_stra
 
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import NoReturn
@@ -109,16 +109,9 @@ class SPAGArguments(TrainingArguments):
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
     def __post_init__(self):
-        method_arguments = METHOD_ARGUMENTS[self.train_method] | (LORA_ARGUMENTS if self.lora_rank else {})
-        _check_method(self, method_arguments)
-        _check_run(self)
+        check_flags(self)
         _check_precision(self)
-        for name, default in method_arguments.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-        if self.train_sampling_strategy == "batch_rebalance" and self.loss_normalization == "micro_batch":
-            raise utils.UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
-        if self.lora_rank and REFERENCE_NAME in method_arguments:
+        if self.lora_rank and REFERENCE_NAME in METHOD_ARGUMENTS[self.train_method]:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.warmup_ratio is not None:  # as in transformers 4
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
@@ -183,7 +176,22 @@ class SPAGArguments(TrainingArguments):
         return device
 
 
-def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
+def check_flags(args: SPAGArguments | Namespace) -> None:
+    """Give flags that are None the defaults of the method. Raise UserError for flags that contradict each other.
+
+    No device is asked, so that the loop can call this hours before the training, in a process that uses no GPU.
+    """
+    method_arguments = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {})
+    _check_method(args, method_arguments)
+    _check_run(args)
+    for name, default in method_arguments.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
+        raise utils.UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
+
+
+def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> None:
     """Raise UserError for flags that the method does not use, and for a reference that is missing or not used."""
     unused = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()
     for name in sorted(unused):
@@ -197,7 +205,7 @@ def _check_method(args: SPAGArguments, method_arguments: dict) -> None:
         raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
-def _check_run(args: SPAGArguments) -> None:
+def _check_run(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that make no step, for seeds out of range, and for packages that are missing."""
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
@@ -264,7 +272,7 @@ class Parser(HfArgumentParser):
         return super().parse_known_args(utils.with_values(sys.argv[1:] if args is None else args, names), namespace)
 
     def error(self, message: str) -> NoReturn:
-        utils.end_with_error(f"{message} (--help lists the flags)")
+        raise utils.UserError(f"{message} (--help lists the flags)")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):

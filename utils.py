@@ -177,7 +177,7 @@ def check_gpus(there: int, each: int = 1, processes: int = 1) -> None:
     processes = max(processes, last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if processes * each > there:
         need = f"{processes} processes on this machine need {processes * each} GPUs; it has {there}"
-        raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop NPROC)")
+        raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop processes)")
 
 
 def warn_of_idle_gpu() -> None:

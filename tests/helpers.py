@@ -40,8 +40,8 @@ def flags_of(values: Mapping) -> list[str]:
 
 
 def words_of(settings: Mapping) -> list[str]:
-    """The settings of the loop as words: {"seed": 3} gives SEED=3."""
-    return [f"{name.upper()}={value}" for name, value in settings.items()]
+    """The settings of the loop as words: {"seed": 3} gives seed=3."""
+    return [f"{name}={value}" for name, value in settings.items()]
 
 
 def write_place(folder: Path, words: list[str]) -> Path:

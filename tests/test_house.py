@@ -12,12 +12,13 @@ import pytest
 from helpers import ROOT, finish, start
 
 # A room may import those before it. "flags" and "estimates" are files, "spag" is the page of pieces.
-ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny study, programs spag"
+ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny, programs spag, loop, study"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 # All that these may import.
-ALONE = {"reasoning": {"utils", "estimates"}, "loop": {"utils", "games", "flags", "selfplay", "programs"}}
+ALONE = {"reasoning": {"utils", "estimates"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "questions"}  # pieces for people, and log-probabilities of choices
+TAKES_PARSER = {"settings"}  # the loop reads the flags of train.py by its own parser
 
 
 def room_of(module: str) -> str | None:
@@ -40,12 +41,14 @@ def imports(path: Path) -> set[str]:
 
 
 def may_import(path: Path, own: str, other: str) -> bool:
+    if path.stem == "run_spag":  # the program of the loop, which starts all others
+        return other in ("loop", "utils")
     if own == "utils" or own in TRAINING:
         return other in TRAINING | {"utils"}  # the training side imports nothing of tools/
     if own in ALONE:
         return other in ALONE[own]
     if other in TRAINING:
-        return path.stem in TAKES_LOSSES  # else tools/ imports only utils of the training side
+        return path.stem in TAKES_LOSSES | TAKES_PARSER  # else tools/ imports only utils of the training side
     if other in ALONE:
         return own == "programs"
     return HEIGHT[other] < HEIGHT[own]

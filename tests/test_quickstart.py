@@ -1,14 +1,20 @@
 """The quick start and the tests' script in a copy of the project, with a stand-in for Python that notes its calls."""
 
 import os
+import shlex
 import shutil
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, call, finish, start
 
 from tools import play_llm_game
 from tools.flags import parse_flags
+from tools.loop import quickstart as program
+from tools.loop.settings import read_loop
 
 # Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
 PYTHON = """#!/bin/bash
@@ -20,9 +26,8 @@ case "$*" in
 esac
 """
 STANDINS = {"python3": PYTHON, "ruff": "#!/bin/sh\n", "uname": "#!/bin/sh\necho Linux\n"}
-COPIED = ("requirements.txt", "tests/requirements.txt", "tools/loop/common.sh", "tools/loop/environment.sh")
-COPIED += ("tools/quickstart.sh", "tools/test.sh")
-NEEDED = "bash sh env mkdir cp cat grep tail date sleep dirname wc tr sed sort".split()
+COPIED = ("requirements.txt", "tests/requirements.txt", "tools/environment.sh", "tools/quickstart.sh", "tools/test.sh")
+NEEDED = "bash sh env mkdir cp cat grep tail date dirname sed".split()
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch"))
 FROM_CPU_INDEX = f"--no-deps --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 {TORCH}"
 
@@ -36,14 +41,9 @@ def project(tmp_path):
     (tmp_path / "bin").mkdir()
     for name in NEEDED:
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    loop = '#!/bin/bash\necho "loop $PYTHON $*" >>"$CALLS"\n'
-    for path, text in ({f"bin/{name}": text for name, text in STANDINS.items()} | {"tools/run_spag.sh": loop}).items():
-        (tmp_path / path).write_text(text)
-        os.chmod(tmp_path / path, 0o755)
-    for folder in ("eval", "model"):
-        (tmp_path / "out/epoch1" / folder).mkdir(parents=True)
-    (tmp_path / "out/epoch1/eval/matches.txt").write_text("a table\nepoch1 against imitation: points 60%\n")
-    (tmp_path / "out/report.html").touch()
+    for name, text in STANDINS.items():
+        (tmp_path / "bin" / name).write_text(text)
+        os.chmod(tmp_path / "bin" / name, 0o755)
     return tmp_path
 
 
@@ -52,7 +52,7 @@ def run(project):
     def run(*words: str, script: str = "quickstart.sh", status: int = 0, **environment: str):
         """Run a script to its end with this status: what it printed, its calls, and what pip was asked for."""
         (project / "calls").write_text("")
-        environment |= {"PATH": str(project / "bin"), "CALLS": str(project / "calls"), "OUTPUT": "out"}
+        environment |= {"PATH": str(project / "bin"), "CALLS": str(project / "calls")}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 60}
         done = subprocess.run(["bash", project / "tools" / script, *words], env=environment, **pipes)
         assert done.returncode == status, done.stdout
@@ -62,35 +62,77 @@ def run(project):
     return run
 
 
-@pytest.mark.parametrize("quick", ["0", "1"])
-def test_it_makes_the_environment_builds_the_world_runs_the_loop_and_shows_the_result(project, run, quick):
-    printed, calls, installed = run("SEED=3", QUICK=quick)
-    *_, report, to_play = printed.splitlines()
-    assert "\nepoch1 against imitation: points 60%\n" in printed and "out/report.html" in report
-    flags = parse_flags(play_llm_game.Flags, to_play.partition("play_llm_game ")[2].split(), description="")
-    assert flags.attacker_model_name_or_path == "out/epoch1/model" and flags.data_path == "out/data/words.txt"
+def test_it_makes_the_environment_and_hands_over_to_python(project, run):
+    _, calls, installed = run("seed=3", "output=my out")
     assert installed == [FROM_CPU_INDEX, "-r .venv/requirements.txt"]
     requirements = (project / ".venv/requirements.txt").read_text()
     assert "transformers" in requirements and "deepspeed" not in requirements
-    build, loop, questions = [call for call in calls if call.startswith(("loop", "-m tools"))]
-    assert build.startswith("-m tools.tiny.build --output_dir out") and ("--facts" in build) == (quick == "1")
-    models = "base=out/base imitation=out/imitation/model epoch1=out/epoch1/model"
-    assert questions == f"-m tools.tiny.questions --models {models} --output_dir out"
-    assert loop.startswith(
-        f"loop {project}/.venv/bin/python configs/tiny.sh MODEL=out/base OUTPUT=out "
-        "IMITATION_DATA=out/data/imitation.json SFT_DATA=out/data/facts.json WORDS=out/data/words.txt "
-        "EVAL_WORDS=played=out/data/words.txt held_out=out/data/held_out.txt"
-    )
-    assert loop.endswith("SEED=3") and ("EPOCHS=1" in loop) == (quick == "1")
-    (project / "my out").symlink_to("out")
-    assert r" IMITATION_DATA=my\ out/data/imitation.json SFT_DATA=my out/data/" in " ".join(run("OUTPUT=my out")[1])
+    assert calls[-1] == "-m tools.loop.quickstart seed=3 output=my out"
 
 
-def test_without_match_and_report_it_still_says_how_to_play(project, run):
-    for name in ("epoch1/eval/matches.txt", "report.html"):
-        (project / "out" / name).unlink()
-    printed = run("UNTIL=epoch1_train")[0]
-    assert "report" not in printed and "play against it: " in printed.splitlines()[-1]
+@pytest.fixture
+def quickstart(tmp_path, monkeypatch):
+    """Run quickstart.py with stand-ins for the world and the loop: what it prints, and the words of both."""
+    calls = []
+
+    class Stages:
+        def __init__(self, output: str):
+            pass
+
+        def run(self, name: str, command: list[str]) -> None:
+            calls.append(command)
+
+    def run_loop(words: list[str]) -> int:
+        calls.append(words)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "Stages", Stages)
+    monkeypatch.setattr(program, "run_loop", run_loop)
+    return lambda *words: (call(program.main, *words).output, *calls)
+
+
+@pytest.mark.parametrize("quick", ["0", "1"])
+def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_path, monkeypatch, quick):
+    monkeypatch.setenv("QUICK", quick)
+    output = tmp_path / "my out"
+    (output / "epoch1/eval").mkdir(parents=True)
+    (output / "epoch1/model").mkdir()
+    (output / "epoch1/eval/matches.txt").write_text("a table\nepoch1 against imitation: points 60%\n")
+    (output / "report.html").touch()
+    printed, build, words = quickstart("output=my out", "seed=3")
+    *_, points, report, to_play = printed.splitlines()
+    assert points == "epoch1 against imitation: points 60%" and "my out/report.html" in report
+    command = shlex.split(to_play.partition("play_llm_game ")[2])
+    flags = parse_flags(play_llm_game.Flags, command, description="")
+    assert flags.attacker_model_name_or_path == "my out/epoch1/model" and flags.data_path == "my out/data/words.txt"
+    assert build[1:5] == ["-m", "tools.tiny.build", "--output_dir", "my out"]
+    assert ("--facts" in build) == (quick == "1")
+    monkeypatch.chdir(ROOT)
+    loop, _ = read_loop(words)
+    assert (loop.model, loop.output, loop.seed) == ("my out/base", "my out", 3)
+    assert loop.stages["imitation"]["train_data_path"] == ["my out/data/imitation.json"]
+    assert loop.stages["match"]["words"] == ["played=my out/data/words.txt", "held_out=my out/data/held_out.txt"]
+    assert loop.epochs == (1 if quick == "1" else 3)
+
+
+def test_without_match_and_report_it_still_says_how_to_play(quickstart, tmp_path):
+    (tmp_path / "outputs/quickstart/imitation/model").mkdir(parents=True)
+    printed, *_ = quickstart("until=imitation")
+    assert "report" not in printed and "outputs/quickstart/imitation/model" in printed.splitlines()[-1]
+
+
+def test_a_signal_reaches_the_loop(tmp_path):
+    code = "import time, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nprint(1, flush=True)\n"
+    (tmp_path / "loop.py").write_text(f"{code}time.sleep(60)")
+    script = "import sys; from tools.loop import quickstart; popen = quickstart.subprocess.Popen\n"
+    script += "quickstart.subprocess.Popen = lambda _: popen([sys.executable, sys.argv[1]])\n"
+    script += "sys.exit(quickstart.run_loop([]))"
+    process = start([sys.executable, "-c", script, tmp_path / "loop.py"])
+    assert process.stdout.readline() == "1\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    finish(process, status=9)
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(project, run):

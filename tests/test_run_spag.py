@@ -1,8 +1,7 @@
-"""The loop: its commands, with a stand-in for Python that notes them, its logs, and what signals do."""
+"""The loop: its commands, what runs, its logs, and what signals do."""
 
 import contextlib
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -12,61 +11,53 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ENVIRONMENT, ROOT, descendants, finish, start, users_of, wait_for, words_of
+from helpers import ENVIRONMENT, ROOT, call, descendants, finish, start, users_of, wait_for, words_of
 
 import arguments
+from tools import run_spag
 from tools.assign_rewards import Flags as RewardFlags
 from tools.controls import Cloning, Sft, Silent
 from tools.evaluate_belief import Flags as BeliefFlags
 from tools.evaluate_games import Flags as MatchFlags
+from tools.evaluate_reasoning import Flags as ReasoningFlags
 from tools.flags import parse_flags
+from tools.loop import machine
+from tools.loop.settings import read_loop, write_record
+from tools.loop.stages import StageFailed
 from tools.play_llm_game import Flags as PlayFlags
+from utils import write_json
 
-SCRIPT = str(ROOT / "tools" / "run_spag.sh")
 STAGES = ["imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report"]
 FLAGS = {"play_llm_game": PlayFlags, "assign_rewards": RewardFlags, "evaluate_games": MatchFlags}
-FLAGS |= {"evaluate_belief": BeliefFlags}
+FLAGS |= {"evaluate_belief": BeliefFlags, "evaluate_reasoning": ReasoningFlags}
+CONTROLS = {"sft": Sft, "cloning": Cloning, "silent": Silent}
 
-# In the place of Python, but for the loop's own program: notes the command, leaves a checkpoint, does as a test says.
-STUB = """#!/bin/sh
-case "$1" in */tools/loop/settings.py) exec {python} "$@" ;; esac
-{{ printf '%s\\t' "$@"; echo; }} >>{folder}/calls
-for word; do [ "$last" != --output_dir ] || mkdir -p "$word/checkpoint-1"; last=$word; done
-printf 'games:  45%%|####      | 9/20\\r'
-echo "speaks${{RANK:+ as a rank}}" >&2
-case "$*" in {does} esac
-echo last words
-printf 'games: 100%%|##########| 20/20\\r'
-"""
-
-# The commands of an epoch under the paper's settings on 8 GPUs.
-COMMANDS = """
-{launch} {root}/train.py --output_dir {out}/imitation/model --model_name_or_path {model}
-  --ref_model_name_or_path {model} {training} --train_method SFTwithKL --train_data_path {data}/imitation.json
-  --lm_kl_coeff 0.1 --learning_rate 5e-6 --seed 42
-{launch} {root}/tools/play_llm_game.py --seed 43 --attacker_model_name_or_path {out}/imitation/model
-  --defender_model_name_or_path {out}/imitation/model --data_path {out}/words.txt --output_dir {out}/epoch1/episodes
-  --model_prefix imitation --data_suffix words --game taboo {sampling}
-{root}/tools/assign_rewards.py --input_data_path {out}/epoch1/episodes/imitation_sampling_words_results.json
-  --output_data_path {out}/epoch1/rows/rows.json --seed 43 --game taboo --decay_weight 0.8 --losers 0.0 --ties 0.0
-  --baseline none --role_weights paper --sft_data_path {data}/sft.json --chat_template False --thinking False
-{launch} {root}/train.py --output_dir {out}/epoch1/model --model_name_or_path {out}/imitation/model
-  --ref_model_name_or_path {out}/imitation/model {training} --train_method OfflinePO
-  --train_data_path {out}/epoch1/rows/rows.json --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2
+# The flags of the commands of an epoch under the paper's settings on 8 GPUs.
+TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048
+  --padding_side right --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0
+  --logging_steps 1 --per_device_eval_batch_size 8 --bf16 True --tf32 True --save_strategy steps --save_steps 0.2
+  --save_total_limit 1 --gradient_checkpointing True"""
+SAMPLING = """--task_type sampling --max_length 2048 --max_new_tokens 256 --temperature 1.2 --top_k 50 --dtype bfloat16
+  --tf32 True"""
+COMMANDS = f"""
+train.py --output_dir OUT/imitation/model --model_name_or_path MODEL --ref_model_name_or_path MODEL {TRAINING}
+  --train_method SFTwithKL --train_data_path DATA/imitation.json --lm_kl_coeff 0.1 --learning_rate 5e-6 --seed 42
+tools/play_llm_game.py --seed 43 --attacker_model_name_or_path OUT/imitation/model
+  --defender_model_name_or_path OUT/imitation/model --data_path OUT/words.txt --output_dir OUT/epoch1/episodes
+  --model_prefix imitation --data_suffix words {SAMPLING}
+tools/assign_rewards.py --input_data_path OUT/epoch1/episodes/imitation_sampling_words_results.json
+  --output_data_path OUT/epoch1/rows/rows.json --seed 43 --decay_weight 0.8 --losers 0.0 --ties 0.0
+  --sft_data_path DATA/sft.json
+train.py --output_dir OUT/epoch1/model --model_name_or_path OUT/imitation/model
+  --ref_model_name_or_path OUT/imitation/model {TRAINING} --train_method OfflinePO
+  --train_data_path OUT/epoch1/rows/rows.json --lm_kl_coeff 0.2 --lm_sft_coeff 0.5 --clip_range 0.2
   --detach_kl False --learning_rate 2e-6 --seed 43
-{launch} {root}/tools/evaluate_games.py --players imitation={out}/imitation/model epoch1={out}/epoch1/model
-  --against imitation --words played={data}/words.txt {data}/held_out.txt --seeds 0 --games_per_word 1
-  --output_dir {out}/epoch1/eval --game taboo {sampling}
-{root}/tools/report.py {out} --game taboo
+tools/evaluate_games.py --players imitation=OUT/imitation/model epoch1=OUT/epoch1/model --against imitation
+  --words played=DATA/words.txt DATA/held_out.txt --output_dir OUT/epoch1/eval {SAMPLING}
+tools/report.py OUT
 """
 LAUNCH = """-m torch.distributed.run --nproc_per_node 8 --nnodes 1 --rdzv_backend c10d --rdzv_endpoint localhost:0
   --rdzv_id spag-STAGE --rdzv_conf is_host=1,join_timeout=86400,read_timeout=86400"""
-TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048
-  --padding_side right --truncation_side left --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.0
-  --logging_steps 1 --eval_strategy no --per_device_eval_batch_size 8 --bf16 True --tf32 True --save_strategy steps
-  --save_steps 0.2 --save_total_limit 1 --gradient_checkpointing True"""
-SAMPLING = """--task_type sampling --chat_template False --thinking False --max_length 2048 --max_new_tokens 256
-  --temperature 1.2 --top_k 50 --dtype bfloat16 --tf32 True --engine auto --tensor_parallel_size 1"""
 
 
 @pytest.fixture
@@ -81,40 +72,35 @@ def inputs(tmp_path, tiny_model) -> dict:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     settings = {"model": tiny_model, "words": tmp_path / "words.txt", "output": tmp_path / "out", "epochs": 1}
-    settings |= {"imitation_data": tmp_path / "imitation.json", "sft_data": tmp_path / "sft.json", "global_batch": 4}
-    settings |= {"eval_words": f"played={tmp_path / 'words.txt'} {tmp_path / 'held_out.txt'}", "nproc": 1}
-    return settings | {"precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
-
-
-class Loop:
-    """The script with the stand-in for Python."""
-
-    def __init__(self, folder: Path, settings: dict):
-        self.folder, self.settings, self.output = folder, settings, settings["output"]
-
-    def start(self, does: str = "", files: tuple = (), **changes) -> subprocess.Popen:
-        """Start it with changed settings; `does` are cases of a shell's `case` over the command's words."""
-        (self.folder / "calls").write_text("")
-        stub = STUB.format(python=sys.executable, folder=shlex.quote(str(self.folder)), does=does)
-        (self.folder / "python").write_text(stub)
-        (self.folder / "python").chmod(0o755)
-        environment = ENVIRONMENT | {"PYTHON": str(self.folder / "python")}
-        environment |= {"RANK": "1", "WORLD_SIZE": "2", "TEMPERATURE": "8"}  # must change nothing
-        return start([SCRIPT, *files, *words_of(self.settings | changes)], env=environment)
-
-    def commands(self, does: str = "", **changes) -> dict[str, list[str]]:
-        """Run it to its good end; the words of each stage's command (of the last report's)."""
-        printed = finish(self.start(does, **changes))
-        return dict(zip(re.findall(r"\] (\w+); its log: ", printed), self.calls(), strict=True))
-
-    def calls(self) -> list[list[str]]:
-        calls = [line.split("\t")[:-1] for line in (self.folder / "calls").read_text().splitlines()]
-        return [words for words in calls if words[0] != "-c"]  # which looks for packages
+    settings |= {"imitation.train_data_path": tmp_path / "imitation.json", "global_batch": 4, "processes": 1}
+    settings |= {"rewards.sft_data_path": tmp_path / "sft.json", "precision": "fp32", "deepspeed": "none"}
+    settings |= {"match.words": f"played={tmp_path / 'words.txt'} {tmp_path / 'held_out.txt'}"}
+    return settings | {"gradient_checkpointing": "false"}
 
 
 @pytest.fixture
-def loop(tmp_path, inputs) -> Loop:
-    return Loop(tmp_path, inputs)
+def commands(inputs, monkeypatch):
+    """The words of each stage's command (of the last report's), as `check=true` prints them."""
+    monkeypatch.setattr(run_spag, "ask", machine.answer)
+
+    def commands(changes: dict, **more) -> dict[str, list[str]]:
+        printed = call(run_spag.main, *words_of(inputs | changes | more), "check=true").output
+        assert not Path((inputs | changes)["output"], "settings.json").exists() or "like" in changes
+        by_stage = dict(line.split(": ", 1) for line in printed.splitlines())
+        return {stage: shlex.split(line)[1:] for stage, line in by_stage.items()}
+
+    return commands
+
+
+def flags_in(words: list[str]) -> dict[str, list[str]]:
+    """The values of each flag of a command line."""
+    flags: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word
+        flags.setdefault(name, []).extend([] if word == name else [word])
+    return flags
 
 
 def check_flags(words: list[str]) -> None:
@@ -124,7 +110,7 @@ def check_flags(words: list[str]) -> None:
     if program == "train":
         arguments.parse_arguments([*flags, "--use_cpu", "True"])
     elif program == "controls":
-        parse_flags({"sft": Sft, "cloning": Cloning, "silent": Silent}[flags[0]], flags[1:], description="")
+        parse_flags(CONTROLS[flags[0]], flags[1:], description="")
     elif program in FLAGS:
         parse_flags(FLAGS[program], flags, description="")
 
@@ -132,151 +118,296 @@ def check_flags(words: list[str]) -> None:
 # The commands.
 
 
-def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(loop, tmp_path):
-    gpus = {"precision": "bf16", "gradient_checkpointing": "True", "nproc": 8, "global_batch": 128}
-    commands = loop.commands(**gpus)
-    places = {"root": ROOT, "out": loop.output, "model": loop.settings["model"], "data": tmp_path}
-    text = COMMANDS.format(launch=LAUNCH, training=TRAINING, sampling=SAMPLING, **places)
-    lines = text.replace("\n ", " ").strip().splitlines()
-    expected = {stage: line.replace("STAGE", stage).split() for stage, line in zip(STAGES, lines, strict=True)}
-    assert list(commands.items()) == list(expected.items())
-    assert not list(loop.output.glob("*/model/checkpoint-*"))  # deleted after each training
-    for words in commands.values():
+def test_the_commands_of_an_epoch_are_these_and_the_programs_accept_them(commands, inputs, tmp_path):
+    gpus = {"precision": "bf16", "gradient_checkpointing": "true", "processes": 8, "global_batch": 128}
+    made = commands(gpus)
+    text = COMMANDS.replace("OUT", str(inputs["output"])).replace("DATA", str(tmp_path))
+    text = text.replace("MODEL", str(inputs["model"]))
+    expected = [line.split() for line in text.replace("\n ", " ").strip().splitlines()]
+    assert list(made) == STAGES
+    for stage, words, line in zip(STAGES, made.values(), expected, strict=True):
+        launch = LAUNCH.replace("STAGE", stage).split() if stage not in ("epoch1_rewards", "report") else []
+        assert words[: len(launch) + 1] == [*launch, str(ROOT / line[0])]
+        assert flags_in(words[len(launch) + 1 :]) == flags_in(line[1:]), stage
         check_flags(words)
+    assert not inputs["output"].exists()
 
 
-def test_each_epoch_starts_from_the_model_before_and_all_are_measured(loop):
-    changes = {"belief_games": loop.settings["sft_data"], "belief_args": "--split held_out"}
-    changes |= {"eval_tasks": "MMLU ARC-c:25", "reasoning_args": "--limit 3"}
-    commands = loop.commands(epochs=3, eval_every=2, **changes)
-    lines = {stage: " ".join(words) + " " for stage, words in commands.items()}
-    out, models = loop.output, f"base={loop.settings['model']} imitation={loop.output}/imitation/model"
+def test_each_epoch_starts_from_the_model_before_and_all_are_measured(commands, inputs):
+    changes = {"belief.games": inputs["rewards.sft_data_path"], "belief.split": "held_out", "match_every": 2}
+    changes |= {"reasoning.tasks": "MMLU ARC-c:25", "reasoning.limit": "3", "epochs": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.require", lambda *_: None)
+        made = commands(changes)
+    lines = {stage: " ".join(words) + " " for stage, words in made.items()}
+    out, models = inputs["output"], f"base={inputs['model']} imitation={inputs['output']}/imitation/model"
     for number in (1, 2, 3):
         model, stage = "imitation" if number == 1 else f"epoch{number - 1}", f"epoch{number}"
-        assert commands[f"{stage}_play"].count(f"{out}/{model}/model") == 2  # attacker and defender
-        assert commands[f"{stage}_train"].count(f"{out}/{model}/model") == 2  # start and reference
+        assert made[f"{stage}_play"].count(f"{out}/{model}/model") == 2  # attacker and defender
+        assert made[f"{stage}_train"].count(f"{out}/{model}/model") == 2  # start and reference
         assert f"{out}/{stage}/episodes/{model}_sampling_words_results.json " in lines[f"{stage}_rewards"]
         assert f"{out}/{stage}/rows/rows.json " in lines[f"{stage}_rewards"]
         assert f"--train_data_path {out}/{stage}/rows/rows.json " in lines[f"{stage}_train"]
         assert all(f"--seed {42 + number} " in lines[f"{stage}_{name}"] for name in ("play", "rewards", "train"))
-        assert (f"{stage}_eval" in commands) == (number == 2)
+        assert (f"{stage}_eval" in made) == (number == 2)
         models += f" {stage}={out}/{stage}/model"
     assert f"--players imitation={out}/imitation/model epoch2={out}/epoch2/model " in lines["epoch2_eval"]
-    assert f"--models {models.partition(' epoch2')[0]} --games" in lines["epoch1_belief"]
-    assert f"--models epoch2={out}/epoch2/model --games" in lines["epoch2_belief"]
-    assert f"--models {models} --tasks MMLU ARC-c:25 " in lines["reasoning"]
-    check_flags(commands["epoch1_belief"])
+    assert f"--models {models.partition(' epoch2')[0]} " in lines["epoch1_belief"]
+    assert f"--models epoch2={out}/epoch2/model " in lines["epoch2_belief"]
+    assert f"--max_length {2048 - 256} " in lines["epoch2_belief"]  # of a prompt
+    assert f"--models {models} " in lines["reasoning"] and "--tasks MMLU ARC-c:25 " in lines["reasoning"]
+    check_flags(made["epoch1_belief"])
+    check_flags(made["reasoning"])
 
 
-def test_settings_reach_the_stages(loop):
-    settings = {"imitation_data": "", "save_steps": "0.0", "game_options": "match=word", "play_batch": 7}
-    prompts = ROOT / "configs/prompts/thinking.json"
-    settings["prompts"] = prompts
-    settings |= {"losers": 0.5, "ties": 0.2, "baseline": "role", "role_weights": "none", "detach_kl": "True"}
-    settings |= {"chat_template": "True", "thinking": "True", "lora_rank": 4}
-    settings["eval_args"] = "--max_words 3 \n --openai_base_url *"
-    words = loop.folder / "two words.txt"
+def test_settings_reach_the_stages(commands, inputs, tmp_path):
+    prompts, words = ROOT / "configs/prompts/thinking.json", tmp_path / "two words.txt"
     words.write_text("river\n")
-    settings["eval_words"] = f"'{words}' own={words.with_name('words.txt')}"
-    commands, model = loop.commands(**settings), loop.settings["model"]
-    for stage, flags in {
-        "epoch1_play": f"--attacker_model_name_or_path {model} .*--game_options match=word "
-        f"--prompt_templates {prompts} .*--chat_template True --thinking True .*--per_device_eval_batch_size 7 ",
-        "epoch1_rewards": "--losers 0.5 --ties 0.2 --baseline role --role_weights none .*--chat_template True "
-        f"--thinking True --tokenizer {model} --training_prompt play ",
-        "epoch1_train": "--save_strategy no .*--lora_rank 4 --lora_merge True .*--learning_rate 1e-4 ",
-        "epoch1_eval": f"epoch1={loop.output}/epoch1/model/merged .*--max_words 3 --openai_base_url [*] ",
-        "report": "--game taboo --game_options match=word $",  # no prompt is on its page
-    }.items():
-        assert re.search(flags, " ".join(commands[stage]) + " "), commands[stage]
-    assert "imitation" not in commands and str(words) in commands["epoch1_eval"]
+    settings = {"imitation.train_data_path": "", "save_strategy": "no", "game_options": "match=word"}
+    settings |= {"prompt_templates": prompts, "rewards.losers": 0.5, "rewards.ties": 0.2, "training.detach_kl": "true"}
+    settings |= {"chat_template": "True", "thinking": "True", "lora_rank": 4, "play.per_device_eval_batch_size": 7}
+    settings |= {"match.max_words": 3, "match.openai_base_url": "*", "play.vllm_args": "--enforce-eager --x '1 2'"}
+    settings |= {"match.words": f"'{words}' own={words.with_name('words.txt')}", "training.max_grad_norm": ""}
+    made, model = commands(settings), inputs["model"]
+    expected = {
+        "epoch1_play": {
+            "--attacker_model_name_or_path": [model],
+            "--game_options": ["match=word"],
+            "--prompt_templates": [str(prompts)],
+            "--chat_template": ["True"],
+            "--thinking": ["True"],
+            "--per_device_eval_batch_size": ["7"],
+            "--vllm_args=--enforce-eager --x '1 2'": [],
+        },
+        "epoch1_rewards": {
+            "--losers": ["0.5"],
+            "--chat_template": ["True"],
+            "--thinking": ["True"],
+            "--tokenizer": [model],
+            "--training_prompt": ["play"],
+        },
+        "epoch1_train": {
+            "--save_strategy": ["no"],
+            "--lora_rank": ["4"],
+            "--lora_merge": ["True"],
+            "--learning_rate": ["1e-4"],
+            "--detach_kl": ["true"],
+        },
+        "epoch1_eval": {
+            "--players": [f"imitation={model}", f"epoch1={inputs['output']}/epoch1/model/merged"],
+            "--words": [str(words), f"own={tmp_path}/words.txt"],
+            "--max_words": ["3"],
+            "--openai_base_url": ["*"],
+        },
+        "report": {"--game_options": ["match=word"]},  # no prompt is on its page
+    }
+    for stage, flags in expected.items():
+        assert flags.items() <= flags_in(made[stage]).items(), made[stage]
+    assert "imitation" not in made and "--max_grad_norm" not in made["epoch1_train"]
 
 
-@pytest.mark.parametrize("control", ["coin_by_length", "cloning", "sft", "silent"])
-def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(loop, tmp_path, control):
-    spag, own = loop.output, tmp_path / "own"
-    loop.commands('*SFTwithKL*) echo \'{"finished": true}\' >"$3/settings.json" ;;', epochs=2)
+def test_a_training_without_a_reference_gets_none(commands):
+    made = commands({"imitation.train_method": "SFT", "imitation.lm_kl_coeff": ""})
+    assert "--ref_model_name_or_path" not in made["imitation"]
+    check_flags(made["imitation"])
+
+
+def finished_run(inputs: dict, epochs: int, folder: Path, **changes) -> Path:
+    """What a loop leaves that another one needs to begin like it."""
+    loop, _ = read_loop(words_of(inputs | {"output": folder, "epochs": epochs} | changes))
+    write_record(loop, ["art"])
+    write_json(folder / "imitation/model/settings.json", {"finished": True})
+    for epoch in range(1, epochs + 1):
+        write_json(folder / f"epoch{epoch}/rows/rows.json", [])
+    write_json(folder / "epoch1/episodes/imitation_sampling_words_results.json", [])
+    return folder
+
+
+@pytest.mark.parametrize("control", ["cloning", "sft", "silent"])
+def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(
+    commands, inputs, tmp_path, control
+):
+    spag, own = finished_run(inputs, 2, tmp_path / "spag"), tmp_path / "own"
+    made = commands({"like": spag, "control": control, "output": own, "epochs": 2, "training.lora_rank": 4})
+    plays = control == "cloning"
+    assert "imitation" not in made and "epoch1_play" not in made and ("epoch2_play" in made) == plays
     games = spag / "epoch1/episodes/imitation_sampling_words_results.json"
-    games.write_text("[]")
-    commands = loop.commands(control=control, like=spag, output=own, epochs=2, lora_rank=4)
-    plays = control in ("coin_by_length", "cloning")
-    assert "imitation" not in commands and "epoch1_play" not in commands and ("epoch2_play" in commands) == plays
-    assert not plays or str(games) in commands["epoch1_rewards"]
-    assert commands["epoch1_train"].count(f"{spag}/imitation/model") == 2
-    assert "--learning_rate 1e-4" in " ".join(commands["epoch1_train"])  # that of LORA_RANK, not the other run's
-    assert f"imitation={spag}/imitation/model" in commands["epoch2_eval"]
-    assert f"{own}/epoch2/rows/rows.json" in commands["epoch2_train"]
-    check_flags(commands["epoch2_train"])
-    assert ("--allow_no_game_rows" in commands["epoch2_train"]) == (control in ("cloning", "sft"))
-    if control == "coin_by_length":
-        assert "--permute_outcomes True" in " ".join(commands["epoch2_rewards"])
-        return
-    words = commands[f"epoch2_{control}"]
+    assert not plays or str(games) in made["epoch1_rewards"]
+    assert made["epoch1_train"].count(f"{spag}/imitation/model") == 2
+    assert "--learning_rate 1e-4" in " ".join(made["epoch1_train"])  # that of LoRA, not the other run's
+    assert f"imitation={spag}/imitation/model" in made["epoch2_eval"]
+    assert f"{own}/epoch2/rows/rows.json" in made["epoch2_train"]
+    check_flags(made["epoch2_train"])
+    assert ("--allow_no_game_rows" in made["epoch2_train"]) == (control in ("cloning", "sft"))
+    words = made[f"epoch2_{control}"]
     source = f"{own}/epoch2/rows/winners.json" if plays else f"{spag}/epoch2/rows/rows.json"
     assert words[1:6] == [control, "--rows", source, "--output", f"{own}/epoch2/rows/rows.json"]
     check_flags(words)
 
 
-def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(loop):
-    several = {"nnodes": 2, "rdzv_endpoint": "localhost:29500"}
-    other = loop.commands(node_rank=1, **several)  # it may come first
-    assert sorted(path.name for path in loop.output.iterdir()) == ["epoch1", "imitation", "logs"]
-    first = loop.commands(node_rank=0, **several)
-    assert list(first) == STAGES and list(other) == ["imitation", "epoch1_play", "epoch1_train", "epoch1_eval"]
-    for stage, words in other.items():
-        launch = " ".join(first[stage])
-        assert f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-{stage} " in launch
-        assert " ".join(words) == launch.replace("is_host=1", "is_host=0")
-        assert (loop.output / "logs" / f"{stage}.node1.log").is_file()
+def test_cloning_averages_over_the_rows_that_the_loss_averages_over(commands):
+    assert flags_in(commands({"control": "cloning"})["epoch1_cloning"])["--rows_at_once"] == ["2"]
+    by_step = commands({"control": "cloning", "training.loss_normalization": "step", "training.lm_sft_coeff": 0.7})
+    flags = flags_in(by_step["epoch1_cloning"])
+    assert flags["--rows_at_once"] == ["4"] and flags["--sft_coeff"] == ["0.7"]
 
 
-# Failures, logs, signals.
+# What runs, with stages that only note it.
 
 
-def test_a_failing_stage_stops_the_loop_and_names_its_log(loop):
-    printed = finish(loop.start("*train.py*epoch1/*) echo broken; exit 3 ;;"), status=1)
-    log = loop.output / "logs" / "epoch1_train.log"
-    assert len(loop.calls()) == STAGES.index("epoch1_train") + 1
-    assert "broken" in printed and "broken" in log.read_text() and str(log) in printed.splitlines()[-1]
-    assert (loop.output / "epoch1/model/checkpoint-1").is_dir()  # to go on from
+class Noted:
+    """In the place of Stages: notes what runs; fails where a test says."""
+
+    def __init__(self, fails: str = ""):
+        self.fails, self.ran = fails, []
+
+    def run(self, name: str, words: list[str], **variables: str) -> None:
+        self.ran.append((name, words, variables))
+        if name == self.fails:
+            raise StageFailed(f"{name} failed; its log: x")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.ran]
 
 
-def test_the_terminal_shows_warnings_and_the_last_line_of_each_stage_and_logs_hold_all(loop):
-    bar = "'games:  50%|###   | 1/2 [00:01<00:01, 1.0game/s]'"
-    warns = f"for rank in 0 1; do echo {bar}12:00:0$rank rank $rank WARNING saw something; done"
-    printed = finish(loop.start(f"*imitation/model*SFT*) {warns} ;;"))
-    assert printed.count("WARNING: saw something") == 1 and printed.count("\nlast words\n") == len(STAGES)
-    logs = [(loop.output / "logs" / f"{stage}.log").read_text() for stage in STAGES]
-    assert "speaks" not in printed and all("speaks\n" in log and "last words\n" in log for log in logs)
+@pytest.fixture
+def run(inputs):
+    """Run the steps of a loop as Noted does."""
+
+    def run(fails: str = "", **changes) -> Noted:
+        loop, _ = read_loop(words_of(inputs | changes))
+        noted = Noted(fails)
+        run_spag.run(loop, list(run_spag.steps(loop)), noted)
+        return noted
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "until, number",
+    [("imitation", 1), ("epoch1_play", 2), ("epoch1_rewards", 3), ("epoch1_train", 4), ("epoch2_play", 7), (None, 11)],
+)
+def test_the_loop_stops_where_until_says(run, capsys, until, number):
+    changes = {"until": until} if until else {}
+    second = [stage.replace("1", "2") for stage in STAGES[1:]]
+    assert run(epochs=2, **changes).names == [*STAGES, *second][:number]
+    assert (f"stopped after {until}" if until else "finished in") in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_until_stops_before_the_stage_after_it_where_its_own_stage_does_not_run(run, inputs):
+    assert run(until="epoch1_play", first_episodes=inputs["rewards.sft_data_path"]).names == ["imitation"]
+
+
+def test_several_machines_share_the_stages_and_the_first_one_does_the_rest(run):
+    several = {"machines": 2, "rendezvous": "localhost:29500"}
+    first, other = run(machine=0, **several), run(machine=1, **several)
+    assert first.names == STAGES and other.names == ["imitation", "epoch1_play", "epoch1_train", "epoch1_eval"]
+    commands = {name: " ".join(words) for name, words, _ in first.ran}
+    for name, words, _ in other.ran:
+        place = f"--nnodes 2 --rdzv_backend c10d --rdzv_endpoint localhost:29500 --rdzv_id spag-{name} "
+        assert place in commands[name] and " ".join(words) == commands[name].replace("is_host=1", "is_host=0")
+
+
+def test_processes_share_the_cores_of_a_machine(run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 33)
+    variables = {name: variables for name, _, variables in run(processes=2, global_batch=8).ran}
+    assert variables["imitation"] == {"OMP_NUM_THREADS": "16"} and variables["epoch1_rewards"] == {}
+    assert all(variables == {} for _, _, variables in run().ran)
+
+
+def test_a_failing_stage_ends_the_loop_and_a_failing_report_does_not(run, capsys, inputs):
+    for stage in ("imitation", "epoch1_train"):
+        (inputs["output"] / stage.replace("_train", "") / "model/checkpoint-1").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        run(fails="epoch1_train")
+    assert ended.value.code == 1 and "epoch1_train failed" in capsys.readouterr().err
+    assert [path.parts[-3] for path in inputs["output"].glob("*/model/checkpoint-1")] == ["epoch1"]  # to go on from
+    run(fails="report", epochs=2)
+    assert "finished in" in capsys.readouterr().out and not list(inputs["output"].glob("*/model/checkpoint-*"))
+
+
+# How a stage runs: logs and signals.
+
+
+def start_stage(folder: Path, script: str, **how) -> subprocess.Popen:
+    """Run a shell script as a stage, in a process of its own."""
+    code = "import sys; from tools.loop.stages import Stages; from utils import run_program\n"
+    code += "run_program(lambda: Stages(sys.argv[1]).run('epoch1_play', ['sh', '-c', sys.argv[2], sys.argv[1]]))"
+    return start([*how.pop("launch", []), sys.executable, "-c", code, folder, script], **how)
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "logs/epoch1_play.log").read_text()
+
+
+def test_the_terminal_shows_warnings_and_the_last_line_of_a_stage_and_its_log_holds_all(tmp_path):
+    bar = "games:  50%|###   | 1/2 [00:01<00:01, 1.0game/s]"
+    script = f"for rank in 0 1; do echo '{bar}'12:00:0$rank rank $rank WARNING saw something; done"
+    script += f"; echo speaks${{RANK:+ as a rank}} >&2; echo last words; printf '%s\\r' '{bar}'"
+    environment = ENVIRONMENT | {"RANK": "1", "WORLD_SIZE": "2"}  # of whoever launched the loop
+    for number in (1, 2):  # of a second start the lines of the first are not told again
+        printed = finish(start_stage(tmp_path, script.replace("last words", f"last {number}"), env=environment))
+        _, warning, took, last = printed.splitlines()
+        assert (warning, last) == ("WARNING: saw something", f"last {number}") and "epoch1_play took" in took
+    assert log_of(tmp_path).count("speaks\n") == 2 and "last 1" in log_of(tmp_path)
+
+
+def test_a_failing_stage_shows_its_own_error_and_names_its_log(tmp_path):
+    script = "for n in 1 2; do echo 'train.py: error: no such rows'; done; seq 50; exit 3"
+    first, error, last = finish(start_stage(tmp_path, script), status=2).splitlines()
+    assert error == "train.py: error: no such rows" and "50\n" in log_of(tmp_path)
+    assert str(tmp_path / "logs/epoch1_play.log") in last
+    lines = finish(start_stage(tmp_path, "seq 50; exit 1"), status=2).splitlines()
+    assert lines[1:-1] == [str(number) for number in range(31, 51)]
 
 
 def wait_for_sleep(process: subprocess.Popen) -> psutil.Process:
     """The program `sleep` that a stage has started."""
-    assert wait_for(sleeping := lambda: descendants(process.pid, "sleep"), process)
+
+    def sleeping() -> list[psutil.Process]:
+        return [each for each in descendants(process.pid, "sleep") if each.name() == "sleep"]
+
+    assert wait_for(lambda: bool(sleeping()), process)
     return sleeping()[0]
 
 
 @pytest.mark.parametrize(
-    "number, status, does",
-    [("SIGINT", 130, "sleep 60; true"), ("SIGUSR1", 143, "trap '' TERM; sleep 60; true")],
+    "number, status, script",
+    [
+        ("SIGINT", 130, "sleep 60; true"),
+        ("SIGUSR1", 143, "trap '' TERM; sleep 60; true"),  # as Slurm sends it
+        ("SIGTERM", 143, "setsid -w sleep 60; true"),  # as torchrun starts its workers
+    ],
 )
-def test_a_signal_ends_the_loop_and_what_it_has_started(loop, number, status, does):
-    process = loop.start(f"*play_llm*) {does} ;;")
+def test_a_signal_ends_the_loop_and_what_it_has_started(tmp_path, number, status, script):
+    process = start_stage(tmp_path, script)
     sleep = wait_for_sleep(process)
     process.send_signal(signal.Signals[number])
     assert "stopped in epoch1_play; the same command continues" in finish(process, status)
-    left = psutil.wait_procs([*users_of(loop.output), sleep], timeout=10)[1]  # SIGKILL takes a moment
+    left = psutil.wait_procs([*users_of(tmp_path), sleep], timeout=10)[1]  # SIGKILL takes a moment
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
-    process = loop.start("*play_llm*) sleep 3; true ;;", until="epoch1_play")
-    stage = wait_for_sleep(process).parent()
-    stage.suspend()  # as Slurm suspends a job
+def test_a_stage_that_is_suspended_for_a_while_goes_on_and_so_does_the_loop(tmp_path):
+    process = start_stage(tmp_path, "sleep 3; true")
+    stage, itself = wait_for_sleep(process).parent(), psutil.Process(process.pid)
+    for each in (stage, itself):  # as Slurm suspends a job
+        each.suspend()
     time.sleep(2)
+    itself.resume()
+    time.sleep(1)
     ended = process.poll()
     stage.resume()
     assert ended is None
+    finish(process)
+
+
+def test_nohup_keeps_the_loop_from_ending_with_its_terminal(tmp_path):
+    process = start_stage(tmp_path, "sleep 3; true", launch=["nohup"])
+    wait_for_sleep(process)
+    process.send_signal(signal.SIGHUP)
     finish(process)
 
 
@@ -285,8 +416,7 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on(loop):
 
 def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_have_ended(inputs):
     def start_loop(**changes) -> subprocess.Popen:
-        words = words_of(inputs | {"until": "imitation"} | changes)
-        return start([SCRIPT, *words], env=ENVIRONMENT | {"PYTHON": sys.executable})
+        return start([sys.executable, "-m", "tools.run_spag", *words_of(inputs | {"until": "imitation"} | changes)])
 
     def has_lock(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
@@ -299,12 +429,12 @@ def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_h
     output, process = inputs["output"], start_loop()
     assert wait_for((output / "words.txt").exists, process)
     before = [(output / name).read_text() for name in ("settings.json", "words.txt")]
-    check_refused(kl=0.3, games=1)
     assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each)], process)
     training = min(at_work(), key=psutil.Process.create_time)  # not a child of its own that is about to begin
+    training.suspend()  # so that it is at work long enough
+    check_refused(max_words=1, **{"training.lm_kl_coeff": 0.3})
     process.kill()
     process.wait()
-    training.suspend()  # so that it is at work long enough
     check_refused()
     assert [(output / name).read_text() for name in ("settings.json", "words.txt")] == before
     training.resume()

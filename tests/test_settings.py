@@ -3,9 +3,10 @@
 import errno
 import fcntl
 import json
+import os
 import random
-import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -14,19 +15,22 @@ import torch
 from conftest import build_tokenizer, load_chat_template
 from helpers import ROOT, call, words_of
 
+from tools import run_spag
 from tools.games import load_game
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
-from tools.loop import settings as loop
+from tools.loop import machine, settings
+from tools.loop.settings import DEFAULTS, OWN, PROGRAMS, flags_of, read_file, read_loop
+from tools.loop.stages import take_lock
 from utils import UserError, alpaca_to_row, files_setting, read_json, write_json
 
-SETTLED = {"NPROC": "1", "PRECISION": "fp32", "DEEPSPEED": "none", "GRADIENT_CHECKPOINTING": "False"}
+SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
 
 @pytest.fixture
-def needed(tmp_path) -> dict[str, str]:
+def needed(tmp_path) -> dict:
     (tmp_path / "words.txt").write_text("art\nmusic\nbridge\n")
-    return SETTLED | {"MODEL": "m", "WORDS": str(tmp_path / "words.txt"), "OUTPUT": str(tmp_path / "out")}
+    return SETTLED | {"model": "m", "words": tmp_path / "words.txt", "output": tmp_path / "out"}
 
 
 @pytest.fixture
@@ -45,84 +49,218 @@ def gpus(monkeypatch):
 
 
 @pytest.fixture
-def start(tmp_path, needed):
-    """Begin a loop: the settings of its record; or what is printed, where it is refused."""
+def start(tmp_path, needed, monkeypatch):
+    """Begin a loop: the settings of its record, and what it said; or what is printed, where it is refused.
+
+    `ask` answers in this process, and no stage runs.
+    """
+    monkeypatch.setattr(run_spag, "ask", machine.answer)
+    monkeypatch.setattr(run_spag, "run", lambda *_: None)
+    stages = types.SimpleNamespace(lock=None)
+    monkeypatch.setattr(run_spag, "Stages", lambda output, machine: stages)
 
     def run(*words, status: int = 0, **changes):
-        done = call(loop.main, *words_of(needed | changes), *words, status=status)
-        return done.errors if status else json.loads((tmp_path / "out/settings.json").read_text())["settings"]
+        done = call(run_spag.main, *words_of(needed | changes), *words, status=status)
+        run.said = done.output
+        if stages.lock is not None:  # the end of a process would close it
+            os.close(stages.lock)
+            stages.lock = None
+        if status:
+            return done.errors
+        return json.loads(Path((needed | changes)["output"], "settings.json").read_text())["settings"]
 
     return run
 
 
-def test_of_files_and_words_the_last_one_counts_and_values_are_read_as_by_a_shell(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "ROOT", Path("/My Drive/spag"))
-    windows = "\ufeffTOP_K=8\r\nKL=\"0.3\"\r\nEVAL_SEEDS='0 1' # x\r\nSFT_COEFF=\r\nPROMPTS=$root/a\r\n"
-    windows += "#EPOCHS=1: isn't read\r\nMODEL=run#3#\r\nWORDS='a #b'#c\r\nIMITATION_DATA='$root/a.json b.json'\r\n"
-    (tmp_path / "my.sh").write_bytes(windows.encode())
-    read = loop.read_settings(["SEED=6", "TOP_K=7", f"{tmp_path}/my.sh\r", "SEED=7\r"])
-    names = ("TOP_K", "SEED", "KL", "EVAL_SEEDS", "SFT_COEFF", "PROMPTS", "EPOCHS", "MODEL", "WORDS")
-    assert [read[name] for name in names] == ["8", "7", "0.3", "0 1", "", "/My Drive/spag/a", "3", "run#3#", "a #b#c"]
-    assert loop.values(read, "IMITATION_DATA") == ["/My Drive/spag/a.json", "b.json"]
+# Reading.
+
+
+def test_of_files_and_words_the_last_one_counts_and_a_table_counts_more_than_what_is_above_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "ROOT", Path("/My Drive/spag"))
+    monkeypatch.setenv("HOME", "/home/me")
+    windows = '\ufefftop_k = 8\r\nwords = "a #b"\r\nmodel = "run#3" # "x"\r\nlearning_rate = 1e-3\r\n'
+    windows += 'prompt_templates = "$ROOT/a"\r\n[training]\r\nlearning_rate = 3e-4\r\nlm_sft_coeff = ""\r\n'
+    windows += '[match]\r\nwords = ["a=~/a b.txt", "$ROOT/c.txt"]\r\nseeds = [0, 1]\r\n'
+    (tmp_path / "my.toml").write_bytes(windows.encode())
+    words = ["seed=6", "top_k=7", f"{tmp_path}/my.toml\r", "seed=7\r", "play.top_k=9", "output=~/out"]
+    loop, _ = read_loop(words)
+    assert (loop.seed, loop.words, loop.model, loop.output) == (7, "a #b", "run#3", "/home/me/out")
+    assert [loop.stages[stage].get("top_k") for stage in ("play", "match", "rewards")] == ["9", "8", None]
+    assert loop.stages["imitation"]["learning_rate"] == "1e-3" and loop.stages["training"]["learning_rate"] == "3e-4"
+    assert "lm_sft_coeff" not in loop.stages["training"]  # an empty text takes a setting back
+    assert loop.stages["play"]["prompt_templates"] == "/My Drive/spag/a"
+    assert loop.stages["match"]["words"] == ["a=/home/me/a b.txt", "/My Drive/spag/c.txt"]
+    assert loop.of("match").seeds == [0, 1] and loop.of("play").top_k == 9
+
+
+def test_on_the_command_line_several_values_are_split_as_a_shell_does_and_one_value_is_not(needed):
+    words = words_of(needed) + ["match.words='a b.txt' c.txt", "words=d e.txt", "play.vllm_args=--x 1 --y 2", "seed=3"]
+    loop, _ = read_loop([*words, "learning_rate=1e-5", "report=false", "detach_kl=True", "chat_template=True"])
+    assert loop.stages["match"]["words"] == ["a b.txt", "c.txt"] and loop.words == "d e.txt"
+    assert loop.of("play").vllm_args == "--x 1 --y 2" and loop.report is False
+    assert loop.of("imitation").learning_rate == loop.of("training").learning_rate == 1e-5
+    assert loop.of("play").chat_template and loop.of("rewards").chat_template and loop.of("training").detach_kl
+
+
+def test_a_new_lora_rank_brings_its_learning_rate_and_one_that_goes_the_papers(needed):
+    def rates(*words) -> list[str]:
+        loop, _ = read_loop([*words_of(needed), *words])
+        return [loop.stages[stage]["learning_rate"] for stage in ("imitation", "training")]
+
+    assert rates() == ["5e-6", "2e-6"]
+    assert rates("lora_rank=4") == ["1e-4", "1e-4"] and rates("training.lora_rank=4") == ["5e-6", "1e-4"]
+    assert rates("lora_rank=4", "training.learning_rate=2e-6") == ["1e-4", "2e-6"]
+    assert rates("lora_rank=4", "lora_rank=") == ["5e-6", "2e-6"]
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "qwen3_4b", "qwen15", "tiny", "english"])
+def test_the_files_of_settings_are_read_by_the_stages_parsers(name, needed):
+    loop, _ = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
+    assert [loop.of(stage) for stage in PROGRAMS]
+
+
+def test_help_shows_every_setting_of_the_loop_and_how_to_see_the_flags_and_imports_neither_torch_nor_transformers():
+    code = "import sys; from tools import run_spag; sys.argv = ['run_spag.py', '--help']; run_spag.main()\n"
+    code += "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, own in OWN.items():
+        assert f"  {name} " in done.stdout and own.metadata["help"] in done.stdout
+    assert all(f"python {program.path} --help" in done.stdout for program in PROGRAMS.values())
+
+
+def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
+    from arguments import build_parser
+
+    assert flags_of("training").keys() == {action.dest for action in build_parser()._actions} - {"help"}
+    for stage, program in PROGRAMS.items():
+        assert program.set_by_loop <= flags_of(stage).keys()
+
+
+# Refusals.
 
 
 @pytest.mark.parametrize(
     "word, error",
     [
-        ("epocs=2", "unknown settings: epocs; "),
-        ("EVAL_SEEDS=0 true", "wrong.sh: 'true' is not NAME=VALUE; a value with blanks needs quotes"),
-        ("MODEL=", "MODEL=... is missing"),
-        ("SEED=4294967293", "SEED=4294967293: "),  # 3 epochs
-        ("EPOCHS=two", "EPOCHS=two: expected "),
-        ("CONTROL=coin", "CONTROL=coin: expected"),
-        ("CONTROL=silent", "CONTROL=silent needs LIKE"),
-        ("CONTROL=sft", "CONTROL=sft needs SFT_DATA"),
-        ("UNTIL=epoch1_rewards", "UNTIL=epoch1_rewards: expected"),
-        ("PROMPTS=../data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
-        ("EVAL_WORDS=held=/dev/null", "/dev/null: no words"),
-        ("GAME_OPTIONS=match", "match is ''"),
-        ("GLOBAL_BATCH=31", "GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, 2"),
-        ("MAX_NEW_TOKENS=2048", "--max_length must be above --max_new_tokens"),
-        *((word, f"{word}: expected") for word in ("GAMES=0", "NPROC=two", "THINKING=true", "KL=o.2", "KL=")),
-        ("LEARNING_RATE=1e", "LEARNING_RATE=1e: expected"),
-        ("EVAL_GAMES_PER_WORD=0", "games_per_word is 0; it must be at least 1"),
-        ("ENGINE=vlm", "--engine: invalid choice: 'vlm'"),
-        ("BASELINE=Role", "--baseline: invalid choice: 'Role'"),
-        ("DECAY_WEIGHT=1.5", "decay_weight is 1.5"),
-        ("TEMPERATURE=0", "temperature is 0.0; it must be above 0"),
-        ("EVAL_SEEDS=0 x", "--seeds: invalid int value: 'x'"),
-        ("EVAL_WORDS=all=/dev/null", "--words all=..."),
-        ("EVAL_TASKS=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
-        *((f"{stage}_ARGS=--typo 1", "arguments: --typo") for stage in (*loop.STAGES, "TRAIN")),
-        ("TRAIN_ARGS=--push_to_hub True --hub_token hf_mine", "TRAIN_ARGS: --hub_token would stand in records"),
-        ("IMITATION_ARGS=--hub-token=hf_mine", "--hub-token would stand in records and logs; export HF_TOKEN=..."),
-        ("PROMPTS=/dev/null", "/dev/null: not JSON"),
-        ("LOSERS=0.5", "DETACH_KL=True"),
-        ("BASELINE=role", "DETACH_KL=True"),
-        ("GAME=guess_my_city", "words.txt:1: "),
+        ("epocs=2", "epocs: neither a setting of the loop nor a flag of a stage; the nearest that exists: epochs"),
+        ("play.temprature=2", "no flag of tools/play_llm_game.py; the nearest that exists: temperature"),
+        ("mach.words=x", "there is no table [mach]; the nearest that exists: match"),
+        ("TEMPERATURE=0.7", "TEMPERATURE: neither"),
+        ("play.output_dir=x", "play.output_dir: the loop sets this flag"),
+        ("output_dir=x", "output_dir: the loop sets this flag"),
+        ("model_name_or_path=x", "the loop sets this flag"),
+        ("training.train_data_path=x", "the loop sets this flag"),
+        ("belief.max_length=3", "the loop sets this flag"),
+        ("bf16=true", "bf16: the setting `precision` sets this flag"),
+        ("play.dtype=float16", "play.dtype: the setting `precision` sets this flag"),
+        ("model=", "model=... is missing"),
+        ("output=$HOME/x", "output: $HOME is not replaced; write the path, ~ or $ROOT"),
+        ("words=${HOME}/x", "words: ${HOME} is not replaced"),
+        ("match.words=$(date)", "match.words: $(date) is not replaced"),
+        ("match.words='a", "match.words: No closing quotation"),
+        ("seed=4294967293", "seed=4294967293: "),  # 3 epochs
+        ("seed=-1", "seed is -1; it must be at least 0"),
+        ("epochs=two", "epochs: invalid int value: 'two'"),
+        ("max_words=0", "max_words is 0; it must be at least 1"),
+        ("processes=two", "processes: expected auto or a whole number"),
+        ("chat_template=yes", "[play] chat_template: expected True or False, got 'yes'"),
+        ("detach_kl=maybe", "[imitation] detach_kl: "),
+        ("report=no", "report: expected True or False, got 'no'"),
+        ("gradient_checkpointing=x", "gradient_checkpointing: expected True or False, got 'x'"),
+        ("precision=bf8", "precision: invalid choice: 'bf8'"),
+        ("control=coin", "control: invalid choice: 'coin'"),
+        ("control=silent", "control=silent needs like"),
+        ("control=sft", "control=sft needs rewards.sft_data_path"),
+        ("until=epoch1_eval", "until=epoch1_eval: expected imitation, or epochK_"),
+        ("until=epoch9_play", "until=epoch9_play lies behind the last epoch (epochs=3)"),
+        ("machine=1", "machine=1: machines=1"),
+        ("prompt_templates=data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
+        ("match.words=held=/dev/null", "/dev/null: no words"),
+        ("game_options=match", "match is ''"),
+        ("global_batch=31", "global_batch=31 must be a multiple of processes x machines x training.per_device_train"),
+        ("max_new_tokens=2048", "[play] --max_length must be above --max_new_tokens"),
+        ("play.tensor_parallel_size=2", "must be a multiple of play.tensor_parallel_size, 2"),
+        *((word, f"[{word.replace('.', '] ').partition('=')[0]}: ") for word in ("training.lm_kl_coeff=o.2",)),
+        ("training.learning_rate=1e", "[training] learning_rate: invalid float value: '1e'"),
+        ("training.num_train_epochs=0", "[training] no step would be made"),
+        ("training.label_smoothing_factor=0.1", "[training] --label_smoothing_factor is not used"),
+        ("training.seed=1", "training.seed: the loop sets this flag"),
+        ("play.temperature=0", "[play] temperature is 0.0; it must be above 0"),
+        ("play.engine=vlm", "[play] engine: invalid choice: 'vlm'"),
+        ("match.games_per_word=0 & match.words=words.txt", "[match] games_per_word is 0; it must be at least 1"),
+        ("match.seeds=0 x", "[match] seeds: invalid int value: 'x'"),
+        ("match.words=all=/dev/null", "/dev/null: no words"),
+        ("reasoning.tasks=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
+        ("rewards.decay_weight=1.5", "decay_weight is 1.5"),
+        ("rewards.losers=0.5", "training.detach_kl=True"),
+        ("rewards.baseline=role", "training.detach_kl=True"),
+        ("training.hub_token=hf_mine", "export HF_TOKEN=..."),
+        ("push_to_hub_token=hf_mine", "export HF_TOKEN=..."),
+        ("prompt_templates=/dev/null", "/dev/null: not JSON"),
+        ("game=guess_my_city", "words.txt:1: "),
+        ("nothing.toml", "nothing.toml"),
     ],
 )
 def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, monkeypatch, word, error):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (tmp_path / "wrong.sh").write_text(f"KL=0.2\n{word}\n")
-    errors = start(tmp_path / "wrong.sh" if "wrong.sh" in error else word, status=2)
+    monkeypatch.chdir(tmp_path)
+    errors = start(*word.split(" & "), status=2)
+    assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("seed = 1\nseed = 2", "not TOML: "),
+        ("[matches]\nseeds = 1", "matches: there is no table [matches]; the nearest that exists: match"),
+        ("[play.more]\nseed = 1", "play.more"),
+        ("epochs = 2.5", "epochs: invalid int value: '2.5'"),
+        ('words = ["a", "b"]', "words: it takes one value"),
+        ('output = "$HOME/x"', "output: $HOME is not replaced; write the path, ~ or $ROOT"),
+        ("[imitation]\nlora_rank = []", "[imitation] lora_rank: expected one argument"),
+        ("[imitation]\nlora_rank = [1, 2]", "[imitation] unrecognized arguments: 2"),
+    ],
+)
+def test_a_file_that_cannot_be_read_names_its_setting(start, tmp_path, text, error):
+    (tmp_path / "wrong.toml").write_text(text)
+    errors = start(tmp_path / "wrong.toml", status=2)
     assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_with_code_of_its_own_is_allowed_for_rows_as_for_play(start):
-    code = "--trust_remote_code True"
-    errors = start(f"PLAY_ARGS={code}", "CHAT_TEMPLATE=True", status=2)
-    assert f'REWARD_ARGS="{code}"' in errors and len(errors.splitlines()) == 1
-    assert start(f"PLAY_ARGS={code}", f"REWARD_ARGS={code}", "CHAT_TEMPLATE=True")["CHAT_TEMPLATE"] == "True"
+    errors = start("play.trust_remote_code=True", "chat_template=True", status=2)
+    assert "write trust_remote_code above the tables" in errors and len(errors.splitlines()) == 1
+    assert start("trust_remote_code=True", "chat_template=True")["rewards.trust_remote_code"] == "True"
 
 
-def test_values_reach_the_shell_as_they_are(needed):
-    needed |= {"OUTPUT": f"{needed['OUTPUT']} $(touch x) 'y'"}
-    needed["REWARD_ARGS"] = "--input_data_path 'b \"c' '' $(x) * 'd\ne'"
-    lines = call(loop.main, *words_of(needed)).output
-    script = 'printf "%s\\0" "$OUTPUT" "${REWARD_ARGS[@]}"'
-    shown = subprocess.run(["bash", "-c", f"{lines}\n{script}"], capture_output=True, text=True, check=True).stdout
-    assert shown.split("\0")[:-1] == [needed["OUTPUT"], "--input_data_path", 'b "c', "", "$(x)", "*", "d\ne"]
+def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
+    names = ("rewards.sft_data_path", "words", "prompt_templates", "first_episodes", "belief.games")
+    missing = {name: f"{name}.json" for name in names}
+    missing |= {"match.words": "e=E1 E2", "imitation.train_data_path": "I1 I2"}
+    errors = start(status=2, **missing)
+    wanted = [f"{name}.json" for name in names] + ["E1", "E2", "I1", "I2"]
+    assert len(errors.splitlines()) == 1 and [name for name in wanted if f"{name}: no" not in errors] == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    errors = start("lora_rank=4", "reasoning.tasks=PIQA", status=2)
+    assert "peft is missing: pip install" in errors and "lm_eval is missing: pip install lm-eval" in errors
+
+
+def test_sft_rows_may_be_a_data_set_of_the_hub(start, monkeypatch, tmp_path):
+    write_json(tmp_path / "set/train.json", [{"prompt": "Hi", "answer": "Ho"}])
+    monkeypatch.setattr("utils.data_folder", lambda name: tmp_path / "set")
+    assert start(**{"rewards.sft_data_path": "owner/name"})["rewards.sft_data_path"] == "owner/name"
+
+
+def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
+    write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
+    assert "has none" in start(status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "PyTorch cannot use the GPUs" in start("processes=auto", status=2)
+
+
+# The machine.
 
 
 @pytest.fixture
@@ -138,95 +276,207 @@ def large_model(tmp_path) -> Path:
 @pytest.mark.parametrize(
     "number, gib, bf16, lora, expected",
     [
-        (0, 0, False, "", ["1", "fp32", "False", "none"]),
-        (1, 80, False, "", ["1", "fp16", "True", "default_offload_opt_param.json"]),  # where PyTorch emulates bf16
-        (1, 24, True, "4", ["1", "bf16", "True", "none"]),
-        (1, 141, True, "", ["1", "bf16", "True", "none"]),
-        (8, 80, True, "", ["8", "bf16", "True", "zero2.json"]),
-        (8, 24, True, "", ["8", "bf16", "True", "zero3.json"]),
+        (0, 0, False, "", [1, "fp32", False, "none"]),
+        (1, 80, False, "", [1, "fp16", True, "default_offload_opt_param.json"]),  # where PyTorch emulates bf16
+        (1, 24, True, "4", [1, "bf16", True, "none"]),
+        (1, 141, True, "", [1, "bf16", True, "none"]),
+        (8, 80, True, "", [8, "bf16", True, "zero2.json"]),
+        (8, 24, True, "", [8, "bf16", True, "zero3.json"]),
     ],
 )
 def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, number, gib, bf16, lora, expected):
     gpus(number, gib, bf16=bf16)
-    settings = loop.read_settings([f"MODEL={large_model}", f"LORA_RANK={lora}"])
-    loop.fill(settings)
-    settings["DEEPSPEED"] = Path(settings["DEEPSPEED"]).name
-    assert [settings[name] for name in ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")] == expected
+    loop, _ = read_loop([f"model={large_model}", "words=w", "output=o", f"lora_rank={lora}"])
+    chosen = machine.answer(run_spag.question(loop))
+    chosen["deepspeed"] = Path(chosen["deepspeed"]).name
+    names = ("processes", "precision", "gradient_checkpointing", "deepspeed")
+    assert [chosen[name] for name in names] == expected
 
 
 def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
-    changes = {"MODEL": str(large_model), "EVAL_WORDS": str(tmp_path / "words.txt"), "NPROC": "4", "PRECISION": "bf16"}
+    changes = {"model": large_model, "match.words": tmp_path / "words.txt", "processes": 4, "precision": "bf16"}
     gpus(2, 80)
     assert "4 processes on this machine need 4 GPUs; it has 2" in start(**changes, status=2)
     gpus(4, 27)  # two models of 12.5 GiB, and 24.3 GiB for them
-    assert "EVAL_WORDS= leaves" in start(**changes, status=2)
-    start(**changes | {"EVAL_WORDS": ""})
-    start(**changes | {"TENSOR_PARALLEL_SIZE": "2"})
+    assert "match.words= leaves" in start(**changes, status=2)
+    start("match.words=", **changes)
+    start("match.tensor_parallel_size=2", **changes)
     gpus(4, 28)
     start(**changes)
-    assert "EVAL_WORDS= leaves" in start(**changes | {"PRECISION": "fp32"}, status=2)
+    assert "match.words= leaves" in start(**changes | {"output": tmp_path / "o", "precision": "fp32"}, status=2)
     gpus(0)
     start(**changes)
 
 
-def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
-    write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
-    assert "has none" in start(MODEL=tiny_model, SFT_DATA=str(tmp_path / "sft.json"), status=2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "PyTorch cannot use the GPUs" in start(NPROC="auto", status=2)
+def test_the_process_of_the_loop_asks_no_gpu_and_begins_no_training(needed, tiny_model, tmp_path):
+    """Whatever would initialize CUDA, torch.distributed or DeepSpeed ends the process."""
+    code = """import os, sys, torch
+from tools import run_spag
+def forbidden(*_, **__):
+    os._exit(7)
+for place, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "device_count"), (torch.cuda, "is_available"),
+                    (torch.distributed, "init_process_group")):
+    setattr(place, name, forbidden)
+import arguments
+arguments.SPAGArguments.__post_init__ = forbidden
+before = dict(os.environ)
+run_spag.main()
+assert "deepspeed" not in sys.modules and dict(os.environ) == before
+"""
+    words = words_of(needed | {"model": tiny_model, "processes": "auto", "precision": "auto", "deepspeed": "auto"})
+    command = [sys.executable, "-c", code, *words, "check=true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "epoch3_train: " in done.stdout, done.stderr
 
 
-def test_like_takes_settings_and_first_games_of_another_run_and_its_imitation_that_has_ended(needed, tmp_path):
-    run, record = tmp_path / "spag", tmp_path / "spag/imitation/model/settings.json"
-    stored = loop.read_file(loop.DEFAULTS_FILE) | {"IMITATION_DATA": "rows.json", "LORA_RANK": "4"}
-    stored |= needed | {"UNTIL": "epoch1_play", "CONTROL": "sft", "TEMPERATURE": "0.5", "KL": "0.3"}
-    stored |= {"ENGINE": "vllm", "PLAY_BATCH": "7", "TRAIN_BATCH": "4", "X=1;touch INJECTED;Y": "1"}
-    write_json(run / "settings.json", {"settings": stored})
-    write_json(record, {"finished": True})
-    settings = loop.read_settings(["KL=0.4", f"LIKE={run}", "OUTPUT=mine"])
-    names = ("IMITATION_MODEL", "FIRST_EPISODES", "TEMPERATURE", "KL", "UNTIL", "CONTROL", "OUTPUT")
-    games = f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    model = f"{run}/imitation/model/merged"
-    assert [settings[name] for name in names] == [model, games, "0.5", "0.4", "", "", "mine"]
-    machine = ("NPROC", "DEEPSPEED", "GRADIENT_CHECKPOINTING", "ENGINE", "PLAY_BATCH", "PRECISION", "TRAIN_BATCH")
-    assert [settings[name] for name in machine] == ["auto", "auto", "auto", "auto", "", "fp32", "4"]
-    assert settings.keys() == loop.read_file(loop.DEFAULTS_FILE).keys()  # the shell evaluates no other name
-    anew = {"TEMPERATURE=0.8": [model, ""], "MAX_LENGTH=900": [model, ""], "IMITATION_LR=1": ["", ""]}
-    kept = ("SEED=1", "PRECISION=bf16", "LORA_RANK=4", "GLOBAL_BATCH=64", "TRAIN_BATCH=1")
-    for change, expected in (anew | dict.fromkeys(kept, [model, games])).items():
-        settings = loop.read_settings([change, f"LIKE={run}"])
-        assert [settings[name] for name in names[:2]] == expected
-    write_json(record, {"finished": False})
+# A run like another.
+
+BOTH = ["imitation", "games"]
+
+
+@pytest.fixture
+def run(needed, tmp_path) -> Path:
+    """The output of a run with imitation and the games of epoch 1."""
+    run = tmp_path / "spag"
+    write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
+    words = {"output": run, "imitation.train_data_path": tmp_path / "rows.json", "until": "epoch1_play"}
+    words |= {"control": "cloning", "temperature": 0.5, "training.lm_kl_coeff": 0.3, "play.engine": "generate"}
+    words |= {"play.per_device_eval_batch_size": 7, "training.per_device_train_batch_size": 4, "lora_rank": 4}
+    loop, _ = read_loop(words_of(needed | words))
+    settings.write_record(loop, ["art"])
+    write_json(run / "imitation/model/settings.json", {"finished": True})
+    write_json(run / "epoch1/episodes/imitation_sampling_words_results.json", [])
+    return run
+
+
+def kept(run: Path, *words: str) -> list[str]:
+    """Which of imitation and games of epoch 1 a run keeps that is like `run`."""
+    loop, _ = read_loop([f"like={run}", "output=mine", *words])
+    return [name for name, value in (("imitation", loop.imitation_model), ("games", loop.first_episodes)) if value]
+
+
+def test_like_takes_the_settings_of_another_run_but_not_its_machine_and_how_far_it_ran(run, monkeypatch):
+    loop, lines = read_loop([f"like={run}", "training.lm_kl_coeff=0.4", "output=mine"])
+    assert loop.imitation_model == f"{run}/imitation/model/merged"
+    assert loop.first_episodes == f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
+    assert (loop.of("play").temperature, loop.of("training").lm_kl_coeff) == (0.5, 0.4)
+    assert (loop.until, loop.control, loop.output, loop.precision) == (None, None, "mine", "fp32")
+    assert (loop.processes, loop.deepspeed, loop.gradient_checkpointing) == ("auto", "auto", "auto")
+    assert loop.stages["play"].keys() & {"engine", "per_device_eval_batch_size"} == set()
+    assert loop.of("training").per_device_train_batch_size == 4
+    assert len(lines) == 1 and f"kept: imitation ({loop.imitation_model}) and games of epoch 1" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        *((change, BOTH) for change in ("seed=1", "precision=bf16", "training.lora_rank=", "epochs=9")),
+        *((change, BOTH) for change in ("global_batch=64", "per_device_train_batch_size=1", "save_strategy=no")),
+        *((change, BOTH) for change in ("training.lm_kl_coeff=1", "control=sft", "lora_rank=4", "match.seeds=0 1")),
+        ("temperature=0.50", BOTH),  # as before
+        *((change, ["imitation"]) for change in ("play.temperature=0.8", "max_words=2", "games_per_word=2")),
+        *((change, ["imitation"]) for change in ("words=other.txt", "first_episodes=", "max_turns=3")),
+        *((change, []) for change in ("imitation.learning_rate=1", "max_length=900", "lora_rank=8")),
+    ],
+)
+def test_a_change_makes_anew_what_depends_on_it(run, change, expected):
+    assert kept(run, change) == expected
+
+
+def test_like_says_what_is_made_anew_because_of_which_setting(run, start, tmp_path, needed):
+    start(f"like={run}", "max_words=2", "play.top_k=3")
+    assert "kept: imitation (" in start.said and "made anew: games of epoch 1 (max_words, play.top_k)" in start.said
+    start(f"like={run}", "imitation.learning_rate=1", output=tmp_path / "other")
+    assert "kept: -; made anew: imitation (imitation.learning_rate) and games of epoch 1" in start.said
+
+
+def test_a_run_like_one_that_stopped_after_imitation_plays_epoch_1_itself(run):
+    (run / "epoch1/episodes/imitation_sampling_words_results.json").unlink()
+    loop, lines = read_loop([f"like={run}", "output=mine"])
+    assert loop.first_episodes is None and loop.imitation_model
+    assert "kept: imitation" in lines[0] and "made anew: games of epoch 1 (it has none that are finished)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change", ["model=x", "game=twenty_questions", "prompt_templates=x.json", "chat_template=true"]
+)
+def test_another_model_or_prompt_is_refused_until_both_parts_are_given(run, change):
+    with pytest.raises(UserError, match="imitation_model= and first_episodes= too"):
+        read_loop([f"like={run}", change, "output=mine", "imitation_model="])
+    assert kept(run, change, "imitation_model=", "first_episodes=") == []
+    assert kept(run, change, "imitation_model=a", "first_episodes=") == ["imitation"]
+
+
+@pytest.mark.parametrize(
+    "has_rows, change, expected",
+    [
+        (True, "imitation.train_data_path=", "given"),
+        (True, "imitation.lm_kl_coeff=1", None),
+        (False, "imitation.lm_kl_coeff=1", "given"),
+    ],
+)
+def test_a_model_of_imitation_that_was_given_stays_where_nothing_would_train_one(run, has_rows, change, expected):
+    record = read_json(run / "settings.json")
+    record["settings"]["imitation_model"] = "given"
+    if not has_rows:
+        del record["settings"]["imitation.train_data_path"]
+    write_json(run / "settings.json", record)
+    loop, _ = read_loop([f"like={run}", "output=mine", change])
+    assert loop.imitation_model == expected
+
+
+def test_like_needs_an_imitation_that_has_ended_and_a_record_of_this_loop(run):
+    write_json(run / "imitation/model/settings.json", {"finished": False})
     with pytest.raises(UserError, match="its imitation has not ended"):
-        loop.read_settings([f"LIKE={run}"])
-    # A model of imitation that the other run was given stays only where it is not to be trained, now or there.
-    for data, change, model in (("rows.json", "IMITATION_DATA=", ""), ("", "IMITATION_LR=1", "given")):
-        given = stored | {"IMITATION_DATA": data, "IMITATION_MODEL": "given"}
-        write_json(run / "settings.json", {"settings": given})
-        assert loop.read_settings([change, f"LIKE={run}"])["IMITATION_MODEL"] == model
+        read_loop([f"like={run}", "output=mine"])
+    write_json(run / "settings.json", {"settings": {"MODEL": "m", "OUTPUT": "x"}})
+    with pytest.raises(UserError, match="of an older version"):
+        read_loop([f"like={run}", "output=mine"])
+
+
+@pytest.mark.parametrize("control", ["sft", "silent"])
+def test_a_control_needs_rows_of_as_many_epochs(run, start, needed, control):
+    write_json(run / "epoch1/rows/rows.json", [])
+    sft = f"rewards.sft_data_path={run.parent}/rows.json"
+    errors = start(f"like={run}", f"control={control}", "epochs=3", sft, status=2)
+    assert f"control={control}: like={run} has rows of 1 epoch, epochs is 3" in errors
+    start(f"like={run}", f"control={control}", "epochs=1", sft)
+    start(f"like={run}", f"control={control}", "epochs=2", "until=epoch2_play", sft)  # before its rows are needed
+
+
+# The layout of imitation's rows.
 
 
 def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
-    def rows(prompts: str, chat_template: str | None = None) -> str:
-        layout = {"chat_template": chat_template, "prompt_templates": {"path": "x", "sha256": prompts}}
-        write_json(tmp_path / "rows_rewards_settings.json", {"settings": layout})
-        return str(tmp_path / "rows.json")
+    numbers = iter(range(100))
+
+    def begin(*words, status: int = 0, **changes):
+        data = {"imitation.train_data_path": tmp_path / "rows.json", "output": tmp_path / f"out{next(numbers)}"}
+        return start(*words, status=status, **data, **changes)
+
+    def layout(prompts: str, chat_template: str | None = None) -> None:
+        made = {"chat_template": chat_template, "prompt_templates": {"path": "x", "sha256": prompts}}
+        write_json(tmp_path / "rows_rewards_settings.json", {"settings": made})
 
     write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
     own = files_setting(load_game().prompt_file)["sha256"]
-    start(IMITATION_DATA=rows(own))
-    assert "are not those of play" in start(status=2, IMITATION_DATA=rows("0"))
-    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "1"))
-    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own), THINKING="True")
+    layout(own)
+    begin()
+    assert "are not those of play" in begin("thinking=True", status=2)
+    layout("0")
+    assert "are not those of play" in begin(status=2)
+    layout(own, "1")
+    assert "are not those of play" in begin(status=2)
     tokenizer = build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=load_chat_template("chatml"))
     tokenizer.save_pretrained(tmp_path / "model")
     write_json(tmp_path / "model/config.json", {"model_type": "llama"})
-    in_chat = {"MODEL": str(tmp_path / "model"), "CHAT_TEMPLATE": "True"}
-    start(IMITATION_DATA=rows(own, ChatTemplate(tokenizer, "model").sha256), **in_chat)
-    assert "are not those of play" in start(status=2, IMITATION_DATA=rows(own, "of another model"), **in_chat)
+    in_chat = {"model": tmp_path / "model", "chat_template": "True"}
+    layout(own, ChatTemplate(tokenizer, "model").sha256)
+    begin(**in_chat)
+    layout(own, "of another model")
+    assert "are not those of play" in begin(status=2, **in_chat)
     write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
-    start(IMITATION_DATA=str(tmp_path / "rows.json"))
+    begin()
 
 
 @pytest.fixture
@@ -246,107 +496,100 @@ def foreign(tmp_path):
     }
     for name, rows in files.items():
         write_json(tmp_path / f"{name}.json", rows)
-    return lambda *names: " ".join(str(tmp_path / f"{name}.json") for name in names)
+    return lambda *names: {"imitation.train_data_path": " ".join(str(tmp_path / f"{name}.json") for name in names)}
 
 
 @pytest.mark.parametrize("names", [["others"], ["messages"], ["sft", "others"], ["mixture"]])
 def test_games_without_a_rule_of_play_are_no_rows_of_imitation(start, foreign, names):
-    errors = start(status=2, IMITATION_DATA=foreign(*names))
-    assert "PROMPTS=data/released_prompts.json" in errors and "tools/assign_rewards.py" in errors
+    errors = start(status=2, **foreign(*names))
+    assert "prompt_templates=data/released_prompts.json" in errors and "tools/assign_rewards.py" in errors
 
 
 def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(start, foreign, tmp_path):
-    for names in (["sft"], ["sft", "ours"], ["others", "ours"]):
-        start(IMITATION_DATA=foreign(*names))
-    start(IMITATION_DATA=foreign("others"), IMITATION_MODEL="m")  # as LIKE sets it
-    start(IMITATION_DATA=foreign("sft"))
+    for number, names in enumerate((["sft"], ["sft", "ours"], ["others", "ours"])):
+        start(**foreign(*names), output=tmp_path / f"out{number}")
+    start(**foreign("others"), imitation_model="m", output=tmp_path / "like")  # as `like` sets it
+    start(**foreign("sft"))
     (tmp_path / "others.json").rename(tmp_path / "sft.json")
     record = tmp_path / "out/imitation/model/settings.json"
     write_json(record, {"finished": False})
-    assert "none of play's rules" in start(status=2, IMITATION_DATA=foreign("sft"))
+    assert "none of play's rules" in start(status=2, **foreign("sft"))
     write_json(record, {"finished": True})
-    start(IMITATION_DATA=foreign("sft"))
+    start(**foreign("sft"))
+
+
+# The record.
 
 
 def test_play_gets_the_first_words_so_many_times(start, tmp_path):
-    start(GAMES="2", GAMES_PER_WORD="2")
+    start(max_words=2, games_per_word=2)
     assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music"] * 2
-    (tmp_path / "out/words.txt").rename(tmp_path / "all.txt")  # no name for a list of a match, but there is none
-    start(WORDS=f"{tmp_path}/all.txt")
+    (tmp_path / "words.txt").rename(tmp_path / "all.txt")  # no name for a list of a match, but there is none
+    start(words=tmp_path / "all.txt", output=tmp_path / "other")
 
 
 def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):
-    start(SEED="9", IMITATION_LR="5E-06", KL=".5")
+    start(seed=9, **{"imitation.learning_rate": "5E-06", "training.lm_kl_coeff": ".5"})
     before = start()  # nothing is there yet
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
-    assert "made with other settings (KL: 0.2 then, 0.3 now)" in start(status=2, KL="0.3")
+    errors = start(status=2, seed=7, **{"imitation.lm_kl_coeff": "0.3"})
+    assert "seed: 42 then, 7 now" in errors and "imitation.lm_kl_coeff: 0.1 then, 0.3 now" in errors
     assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
-    free = {"NPROC": "2", "SAVE_STEPS": "0", "EPOCHS": "5", "EVAL_SEEDS": "0 1"}
-    assert start(**free) == before | free
+    same = {"imitation.learning_rate": "5E-06", "imitation.max_grad_norm": "1.00"}  # its default
+    assert start(**same) == before | same
+    free = {"processes": 2, "save_strategy": "no", "epochs": 5, "match.seeds": "0 1", "training.lm_kl_coeff": ".5"}
+    start(**free)  # training has not begun
+    write_json(tmp_path / "out/epoch1/model/train_results.json", {})
+    assert "training.lm_kl_coeff: .5 then, 0.2 now" in start(status=2)
 
 
-def test_the_first_machine_has_an_output_to_lock_and_a_warning_where_there_are_no_locks(needed, tmp_path, monkeypatch):
-    def has_no_locks(number, how):
-        raise OSError(errno.ENOTSUP, "not supported")
+def test_another_word_list_is_refused_once_games_are_played_and_the_played_one_stays(start, tmp_path):
+    start()
+    (tmp_path / "out/epoch1/episodes").mkdir(parents=True)
+    (tmp_path / "out/epoch1/episodes/imitation_sampling_words_rank0.jsonl").touch()
+    start()
+    (tmp_path / "words.txt").write_text("art\nriver\n")
+    errors = start(status=2)
+    assert "words.txt has other words" in errors and "put the list back, or delete" in errors
+    assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music", "bridge"]
 
-    assert call(loop.main, "--output", *words_of(needed)).output == f"{tmp_path}/out\n"
-    assert call(loop.main, "--output", *words_of(needed), "NODE_RANK=1").output == "\n"
-    monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    assert "no file locks here" in call(loop.main, "--lock", *words_of(needed)).errors
+
+def test_an_output_of_the_shells_loop_is_refused(start, tmp_path):
+    write_json(tmp_path / "out/settings.json", {"settings": {"MODEL": "m"}})
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    assert "of an older version" in start(status=2)
 
 
-def test_an_output_that_was_moved_with_model_and_data_inside_goes_on(start, tmp_path, needed):
-    def inside(name: str, rows: str) -> dict[str, str]:
+def test_an_output_that_was_moved_with_model_and_data_inside_goes_on(start, tmp_path):
+    def inside(name: str, rows: str) -> dict:
         output = tmp_path / name
         files = f"'{output}/a.json' {output}/{rows}"
-        return {"OUTPUT": f"{output}", "MODEL": f"{output}/base", "IMITATION_DATA": files}
+        return {"output": output, "model": f"{output}/base", "imitation.train_data_path": files}
 
     for name in ("a.json", "b.json", "c.json"):
         write_json(tmp_path / "out" / name, [{"query": "Say: ", "target": "Hi"}])
-    before = start(**inside("out", "b.json"))
+    start(**inside("out", "b.json"))
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
     (tmp_path / "out").rename(tmp_path / "moved")
-    call(loop.main, *words_of(needed | inside("moved", "b.json")))
-    assert read_json(tmp_path / "moved/settings.json")["settings"] == before | inside("moved", "b.json")
-    errors = call(loop.main, *words_of(needed | inside("moved", "c.json")), status=2).errors
-    assert "made with other settings (IMITATION_DATA: " in errors
+    assert start(**inside("moved", "b.json"))["model"] == f"{tmp_path}/moved/base"
+    errors = start(status=2, **inside("moved", "c.json"))
+    assert "made with other settings (imitation.train_data_path: " in errors
 
 
-def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names = ("SFT_DATA", "WORDS", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")
-    missing = {name: f"{name}.json" for name in names} | {"EVAL_WORDS": "e=E1 E2", "IMITATION_DATA": "I1 I2"}
-    errors = start(status=2, LORA_RANK="4", EVAL_TASKS="PIQA", **missing)
-    wanted = [f"{name}.json" for name in names] + ["E1", "E2", "I1", "I2", "peft", "lm_eval"]
-    assert len(errors.splitlines()) == 1 and [name for name in wanted if f"{name}: no" not in errors] == wanted[-2:]
-    assert "peft is missing: pip install" in errors and "lm_eval is missing: pip install lm-eval" in errors
+def test_one_loop_has_the_lock_and_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def has_no_locks(number, how):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    assert take_lock(tmp_path) is not None
+    with pytest.raises(UserError, match="another loop is at work here"):
+        take_lock(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", has_no_locks)
+    assert take_lock(tmp_path / "other") is None and "no file locks here" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "qwen3_4b", "tiny", "english"])
-def test_the_files_of_settings_are_read(name):
-    assert loop.read_settings([f"{ROOT}/configs/{name}.sh"]).keys() == loop.read_file(loop.DEFAULTS_FILE).keys()
-
-
-def test_every_setting_has_its_meaning_in_the_file_of_defaults():
-    text = loop.DEFAULTS_FILE.read_text()
-    settings = loop.read_file(loop.DEFAULTS_FILE)
-    assert re.findall(r"^([A-Z_]+)=.* # \w", text, flags=re.MULTILINE) == list(settings)
-
-
-def test_a_section_says_what_a_change_of_its_settings_means():
-    text = """
-        imitation: MODEL IMITATION_DATA IMITATION_LR IMITATION_KL IMITATION_ARGS
-        play: IMITATION_MODEL WORDS GAME GAME_OPTIONS PROMPTS CHAT_TEMPLATE THINKING MAX_TURNS GAMES GAMES_PER_WORD
-            MAX_LENGTH MAX_NEW_TOKENS TEMPERATURE TOP_K FIRST_EPISODES PLAY_ARGS
-        training: SEED PRECISION SFT_DATA DECAY_WEIGHT LOSERS TIES BASELINE ROLE_WEIGHTS REWARD_ARGS GLOBAL_BATCH
-            LEARNING_RATE KL SFT_COEFF CLIP_RANGE DETACH_KL LORA_RANK TRAIN_ARGS
-        run: LIKE CONTROL
-        scope: EPOCHS TRAIN_BATCH SAVE_STEPS EVAL_WORDS EVAL_SEEDS EVAL_GAMES_PER_WORD EVAL_EVERY EVAL_ARGS EVAL_TASKS
-            REASONING_ARGS BELIEF_GAMES BELIEF_ARGS REPORT
-        machine: OUTPUT UNTIL NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID TENSOR_PARALLEL_SIZE PLAY_BATCH ENGINE
-            DEEPSPEED GRADIENT_CHECKPOINTING
-    """
-    sections = dict(re.findall(r"(\w+):([A-Z_\s]+)", text))
-    for name, settings in sections.items():
-        assert loop.section(name) == set(settings.split())
-    assert loop.section(*sections) == loop.read_file(loop.DEFAULTS_FILE).keys()
+def test_the_papers_values_have_a_meaning_each():
+    """Names that say it themselves aside."""
+    lines = [line for line in DEFAULTS.read_text().splitlines() if " = " in line and not line.startswith("#")]
+    plain = ("padding_side", "lr_scheduler_type", "weight_decay", "train_method", "logging_steps")
+    assert [line for line in lines if "#" not in line and not line.startswith(plain)] == []
+    assert read_file(DEFAULTS)["play.temperature"] == "1.2" and read_file(DEFAULTS)["training.lm_kl_coeff"] == "0.2"

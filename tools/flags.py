@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
-from utils import UserError, end_with_error, files_setting, parse_bool, with_values
+from utils import UserError, files_setting, parse_bool, with_values
 
 T = TypeVar("T")
 BOUNDS = {"at_least": ge, "above": gt, "at_most": le}  # of a flag's value
@@ -40,7 +40,7 @@ def flag(
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, which keeps the lines of its description. A boolean flag needs no value.
 
-    A wrong flag ends the program with one line.
+    A wrong flag is a UserError.
     """
 
     def __init__(self, **settings):
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(with_values(sys.argv[1:] if args is None else args, booleans), namespace)
 
     def error(self, message: str) -> NoReturn:
-        end_with_error(f"{message} (--help lists the flags)")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
@@ -87,10 +87,15 @@ def _group(kind: type, name: str) -> str:
     return vars(owner).get("group", "this program")
 
 
-def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
-    """Read the command line into a dataclass of `flag` fields. A wrong flag ends the program with a one-line error."""
-    parser = Parser(prog=prog, description=description)
+def build_parser(kind: type, **settings) -> Parser:
+    parser = Parser(**settings)
     add_flags(parser, kind)
+    return parser
+
+
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
+    """Read the command line into a dataclass of `flag` fields. UserError for a wrong flag."""
+    parser = build_parser(kind, description=description, prog=prog)
     flags = kind(**vars(parser.parse_args(argv)))
     check_values(flags)
     return flags

@@ -110,7 +110,7 @@ class Imitation:
 
 @dataclass(kw_only=True)
 class English:
-    """Make the word lists, rows of imitation and SFT rows of configs/english.sh, from the plain games."""
+    """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games."""
 
     model: str = flag("the model, whose chat template the rows are in")
     output_dir: str = flag("folder to write to")

@@ -4,19 +4,17 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-# shellcheck source=tools/loop/common.sh
-. tools/loop/common.sh
-# shellcheck source=tools/loop/environment.sh
-. tools/loop/environment.sh
+# shellcheck source=tools/environment.sh
+. tools/environment.sh
 
 COMPILE='from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 CPUAdamBuilder().load(), ShareMemCommBuilder().load()'
 
 install_rest() { # also compiles DeepSpeed's operators (two minutes, once), and downloads tokenizers for their tests
   pip_install -r tests/requirements.txt || return
-  PATH="$root/.venv/bin:$PATH" in_foreground "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
+  PATH="$root/.venv/bin:$PATH" "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
     say "DeepSpeed's operators could not be compiled: its tests will fail; log: $log"
-  in_foreground "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
+  "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
     say "no wheel of mistral-common: tests with published tokenizers are skipped; log: $log"
 }
 

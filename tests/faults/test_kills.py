@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for
+from helpers import ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for, words_of
 from programs import BATCH, program_flags, write_inputs
 from safetensors.torch import load_file
 
@@ -131,8 +131,8 @@ def same(output: Path, expected: Path, files: Sequence[str], tolerance: float) -
         torch.testing.assert_close(trained(output), trained(expected), rtol=tolerance, atol=tolerance)
 
 
-def games(output: Path) -> list[int]:
-    lines = [line for path in output.glob("m_*_rank*") for line in path.read_text().splitlines()]
+def games(output: Path, prefix: str = "m") -> list[int]:
+    lines = [line for path in output.glob(f"{prefix}_*_rank*") for line in path.read_text().splitlines()]
     return sorted(json.loads(line)["index"] for line in lines)
 
 
@@ -165,3 +165,36 @@ def programs(folder, tiny_model, other_model) -> dict[str, Program]:
         "training": Program(train.main, flags["training"], tolerance=1e-5),
         "DeepSpeed": Program(train.main, deepspeed, undisturbed="training", tolerance=1e-4),
     }
+
+
+# The loop.
+
+
+@pytest.mark.kills
+def test_a_killed_loop_ends_with_what_an_undisturbed_run_leaves(
+    campaign_round, folder, tiny_model, tmp_path, pytestconfig
+):
+    if pytestconfig.getoption("campaign") == 1:
+        pytest.skip("only in a campaign: --campaign N")
+    settings = {"model": tiny_model, "words": folder / "words.txt", "prompt_templates": folder / "prompts.json"}
+    settings |= {"max_turns": 2, "max_length": 160, "max_new_tokens": 16, "epochs": 2, "global_batch": 8}
+    settings |= {"rewards.messages": "all", "processes": 1, "precision": "fp32", "training.loss_normalization": "step"}
+    settings |= {"match.words": folder / "words.txt", "match.max_words": 4, "report": False}
+
+    def begin(output: Path):
+        return start([sys.executable, "-m", "tools.run_spag", *words_of(settings | {"output": output})])
+
+    undisturbed, rng = folder / "loop", random.Random(f"loop {campaign_round}")
+    if not undisturbed.exists():
+        finish(begin(undisturbed))
+    for _ in range(2):
+        size = rng.uniform(0, 0.9) * size_of(undisturbed)
+        process = begin(tmp_path)
+        wait_for(lambda size=size: size_of(tmp_path) >= size, process)
+        kill_all(process, tmp_path)
+    finish(begin(tmp_path))
+    for epoch in (1, 2):
+        same(tmp_path / f"epoch{epoch}", undisturbed / f"epoch{epoch}", ["rows/rows.json", "eval/matches.txt"], 0.0)
+        assert games(tmp_path / f"epoch{epoch}/episodes", "*") == games(undisturbed / f"epoch{epoch}/episodes", "*")
+        model = f"epoch{epoch}/model"
+        torch.testing.assert_close(trained(tmp_path / model), trained(undisturbed / model), rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import operator
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,10 @@ def test_training_gives_the_same_losses_under_every_deepspeed_file(inputs, tmp_p
 def test_a_loop_plays_and_trains(engine, inputs, tmp_path):
     if engine == "vllm" and not vllm.has_vllm():
         pytest.skip(vllm.INSTALL)
-    settings = {"model": inputs / "model", "words": inputs / "words.txt", "sft_data": inputs / "sft.jsonl"}
-    settings |= {"output": tmp_path / "out", "epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
-    finish(start([ROOT / "tools/run_spag.sh", *words_of(settings | {"nproc": 1})]))
+    settings = {"model": inputs / "model", "words": inputs / "words.txt", "output": tmp_path / "out", "processes": 1}
+    settings |= {"epochs": 1, "engine": engine, "max_new_tokens": 16, "global_batch": 8}
+    settings["rewards.sft_data_path"] = inputs / "sft.jsonl"
+    finish(start([sys.executable, "-m", "tools.run_spag", *words_of(settings)]))
     (episodes,) = (tmp_path / "out/epoch1/episodes").glob("*_results.json")
     assert len(read_json_or_jsonl(episodes)) == 81
     assert list((tmp_path / "out/epoch1/model").glob("*.safetensors"))

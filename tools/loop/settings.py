@@ -1,398 +1,519 @@
-"""The settings of the loop: read, checked, filled in, recorded, and printed for the shell.
+"""The settings of the loop: files of TOML and KEY=VALUE, which `read_loop` makes one `Loop` of, and their record.
 
-    eval "$(PYTHONPATH=. python tools/loop/settings.py configs/llama2_7b.sh SEED=142 OUTPUT=outputs/spag142)"
-
-Arguments are settings, NAME=VALUE, and files of such lines; the last one counts. configs/defaults.sh has every setting
-with its default and meaning; with LIKE=DIR, DIR/settings.json takes its place. Two options come first: --output only
-prints OUTPUT, for machine 0; --lock takes the lock of the loop in descriptor 9, which the shell has opened.
+A setting has a name, `epochs` or `play.temperature`, and a value, a text or a list of texts: what would stand behind
+the flag on the command line of the stage's program. That program's own parser reads it.
 """
 
 import dataclasses
-import fcntl
+import difflib
+import functools
 import json
-import logging
 import os
 import re
 import shlex
-import subprocess
-import sys
+import tomllib
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import utils
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
-from tools.flags import parse_flags
-from tools.games import prompts
-from tools.games.game import Game
-from tools.selfplay.flags import PlayFlags
+from tools.flags import build_parser, check_values, flag, parse_flags
 from utils import ROOT, UserError, read_json
 
-DEFAULTS_FILE = ROOT / "configs" / "defaults.sh"
-LOCK = 9  # descriptor of OUTPUT/.loop.lock, which run_spag.sh and its stages keep open
-SEVERAL = ("_ARGS", "IMITATION_DATA", "GAME_OPTIONS", "EVAL_WORDS", "EVAL_SEEDS", "_TASKS")  # ends of names
-COUNT = r"[1-9]\d*"  # a number that begins with 0 would be octal
-NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
-PATTERNS = {  # of values before `auto` is replaced. Settings called like a flag of a stage are checked by its parser.
-    f"0|{COUNT}": "EPOCHS SEED NODE_RANK",  # the shell computes with these and the next
-    COUNT: "GLOBAL_BATCH TRAIN_BATCH NNODES TENSOR_PARALLEL_SIZE MAX_LENGTH MAX_NEW_TOKENS GAMES_PER_WORD EVAL_EVERY",
-    f"|{COUNT}": "GAMES PLAY_BATCH LORA_RANK",
-    f"auto|{COUNT}": "NPROC",
-    NUMBER: "KL SFT_COEFF CLIP_RANGE IMITATION_KL SAVE_STEPS",
-    f"|{NUMBER}": "LEARNING_RATE IMITATION_LR",
-    "True|False": "CHAT_TEMPLATE THINKING DETACH_KL REPORT",  # the shell compares them
-    "auto|True|False": "GRADIENT_CHECKPOINTING",
-    "auto|bf16|fp16|fp32": "PRECISION",
-    "|coin_by_length|cloning|sft|silent": "CONTROL",
-    rf"|imitation|epoch{COUNT}_(play|train)": "UNTIL",
+DEFAULTS = ROOT / "configs" / "default.toml"
+FORMAT = 2  # of OUTPUT/settings.json
+AUTO, NONE = "auto", "none"
+CONTROLS = ("cloning", "sft", "silent")
+LORA_RATE = "1e-4"  # merging adapters into bf16 weights loses smaller updates
+Value = str | list[str]
+Settings = dict[str, Value | None]  # by name; None: the default of the program counts
+
+
+def whole_number_or_auto(text: str) -> int | str:
+    """The `type` of `processes`."""
+    if text == AUTO:
+        return text
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ArgumentTypeError(f"expected auto or a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def boolean_or_auto(text: str) -> bool | str:
+    """The `type` of `gradient_checkpointing`."""
+    return text if text == AUTO else utils.parse_bool(text)
+
+
+@dataclass(kw_only=True)
+class OwnSettings:
+    """The settings of the loop itself. All others are flags of a stage."""
+
+    model: str = flag("base model: a folder, or a name on the hub")
+    words: str = flag("word list of self-play, one word a line")
+    output: str = flag("folder of all results")
+    imitation_model: str | None = flag("a trained imitation model, in the place of training one", default=None)
+    first_episodes: str | None = flag("file of episodes that takes the place of epoch 1's play", default=None)
+    like: str | None = flag("output of another run, which this one begins like (tools/loop/README.md)", default=None)
+    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=CONTROLS)
+    until: str | None = flag(
+        "stop after imitation, epochK_play, epochK_rewards or epochK_train; without it the same command goes on",
+        default=None,
+    )
+    epochs: int = flag("epochs of self-play", default=3, at_least=0)
+    seed: int = flag(
+        "seed of play, rows and training; epoch k adds k, so take seeds that are further apart",
+        default=42,
+        at_least=0,
+    )
+    max_words: int | None = flag("play only the first so many words", default=None, at_least=1)
+    games_per_word: int = flag("games of each word in an epoch", default=1, at_least=1)
+    global_batch: int = flag("rows of an optimizer step, over all processes", default=128, at_least=1)
+    match_every: int = flag("a match after every so many epochs", default=1, at_least=1)
+    machines: int = flag("machines; the same command runs on each, with `output` shared", default=1, at_least=1)
+    machine: int = flag("number of this machine, from 0", default=0, at_least=0)
+    processes: int | str = flag(
+        "processes of this machine; auto: one for each GPU, else 1", default=AUTO, type=whole_number_or_auto
+    )
+    precision: str = flag(
+        "numbers of training and play; auto: bf16 where GPU or CPU compute it, else fp16 on GPUs, fp32 on CPUs",
+        default=AUTO,
+        choices=(AUTO, "bf16", "fp16", "fp32"),
+    )
+    gradient_checkpointing: bool | str = flag(
+        "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto
+    )
+    deepspeed: str = flag("a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO)
+    rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0")
+    rendezvous_id: str = flag("name of the launch; others that use the same port need another", default="spag")
+    report: bool = flag("make report.html after each epoch", default=True)
+    check: bool = flag("end after the checks, and print the command of each stage", default=False)
+
+
+OWN = {each.name: each for each in dataclasses.fields(OwnSettings)}
+NEEDED = ("model", "words", "output")
+PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
+
+
+class Program(NamedTuple):
+    """The program of a stage."""
+
+    path: str
+    flags: type | None  # dataclass of its flags; None: train.py, whose parser imports transformers
+    set_by_loop: set[str]  # flags that the loop sets, and so nobody else
+
+
+SET_IN_TRAINING = {
+    "output_dir",
+    "model_name_or_path",
+    "ref_model_name_or_path",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "deepspeed",
+    "lora_merge",
+    "seed",
 }
-PACKAGES = {"LORA_RANK": ("peft", "peft>=0.21,<0.22"), "EVAL_TASKS": ("lm_eval", "lm-eval==0.4.13")}
-FILES = ("WORDS", "SFT_DATA", "PROMPTS", "FIRST_EPISODES", "BELIEF_GAMES")  # of stages that may be hours away
-STAGES = {  # flags by the first part of the names of a stage's settings
-    "PLAY": play_llm_game.Flags,
-    "REWARD": assign_rewards.Flags,
-    "EVAL": evaluate_games.Flags,
-    "BELIEF": evaluate_belief.Flags,
-    "REASONING": evaluate_reasoning.Flags,
+SET_IN_PLAY = {
+    "attacker_model_name_or_path",
+    "defender_model_name_or_path",
+    "data_path",
+    "output_dir",
+    "model_prefix",
+    "data_suffix",
+    "max_games",  # the setting max_words
+    "seed",
 }
-RESULT_FILES = ("*/*/*_results.json", "*/*/*_rank*.jsonl", "*/rows/rows.json", "*/model/*")
-RELEASED = "data/released_prompts.json"
-MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
-logger = logging.getLogger(__name__)
-Settings = dict[str, str]  # values by name
+SET_IN_REWARDS = {"input_data_path", "output_data_path", "tokenizer", "seed"}
+PROGRAMS = {
+    "imitation": Program("train.py", None, SET_IN_TRAINING),
+    "play": Program("tools/play_llm_game.py", play_llm_game.Flags, SET_IN_PLAY),
+    "rewards": Program("tools/assign_rewards.py", assign_rewards.Flags, SET_IN_REWARDS),
+    "training": Program("train.py", None, SET_IN_TRAINING | {"train_data_path"}),
+    "match": Program("tools/evaluate_games.py", evaluate_games.Flags, {"players", "against", "output_dir"}),
+    "belief": Program("tools/evaluate_belief.py", evaluate_belief.Flags, {"models", "output_dir", "max_length"}),
+    "reasoning": Program("tools/evaluate_reasoning.py", evaluate_reasoning.Flags, {"models", "output_dir"}),
+}
+TRAININGS = ("imitation", "training")
+THIS_MACHINE = {  # how a machine computes; a run like another does not take these from it
+    "processes",
+    "machines",
+    "machine",
+    "rendezvous",
+    "rendezvous_id",
+    "deepspeed",
+    "gradient_checkpointing",
+    "engine",
+    "tensor_parallel_size",
+    "per_device_eval_batch_size",
+    "concurrent_games",
+}
+FREE = THIS_MACHINE | {  # these change no result, so they may change between two starts
+    "output",
+    "epochs",
+    "until",
+    "match_every",
+    "report",
+    "check",
+    "per_device_train_batch_size",  # if it does, by micro-batch normalization, train.py refuses to continue
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "report_to",
+    "disable_tqdm",
+}
+MEASURES = ("match", "belief", "reasoning")  # tables that may change: these programs compare their own settings
+# Files of a stage that has begun. Its table then may not change.
+RESULTS = {
+    "imitation": ["imitation/model/*"],
+    "play": ["epoch*/episodes/*_results.json", "epoch*/episodes/*_rank*.jsonl"],
+    "rewards": ["epoch*/rows/rows.json"],
+    "training": ["epoch*/model/*"],
+}
+# A run that is `like` another keeps nothing of it if one of these differs.
+FOUNDATION = ("model", "play.game", "play.game_options", "play.prompt_templates", "play.chat_template")
+OF_EPISODES = ("words", "max_words", "games_per_word")
+
+
+@dataclass(kw_only=True)
+class Loop(OwnSettings):
+    """All settings of a loop: its own as attributes, and the flags of each stage."""
+
+    stages: dict[str, dict[str, Value]] = field(default_factory=dict)
+
+    def of(self, stage: str) -> Namespace:
+        """The values of a stage's flags as its parser reads them, defaults too."""
+        return parse_table(stage, self.stages[stage])
+
+    def settings(self) -> Settings:
+        """The settings by name, as they are recorded. Those that are not given are left out."""
+        own = {name: getattr(self, name) for name in OWN if getattr(self, name) is not None}
+        flags = {f"{stage}.{name}": value for stage, table in self.stages.items() for name, value in table.items()}
+        return own | flags
+
+
+# Names and values.
+
+
+@functools.cache
+def parser_of(stage: str) -> ArgumentParser:
+    """The parser of a stage's program, which asks for nothing: what is needed, the loop sets or has checked."""
+    if PROGRAMS[stage].flags:
+        parser = build_parser(PROGRAMS[stage].flags)
+    else:
+        import arguments  # brings transformers, which takes 5 s
+
+        parser = arguments.build_parser()
+    for action in parser._actions:
+        if action.required:
+            action.required, action.default = False, None
+    return parser
+
+
+@functools.cache
+def flags_of(stage: str) -> dict[str, bool]:
+    """The flags of a stage that a setting may name, and whether a flag takes several values."""
+    actions = [action for action in parser_of(stage)._actions if action.dest != "help"]
+    return {action.dest: action.nargs in ("+", "*") for action in actions}
+
+
+def parse_table(stage: str, table: Mapping[str, Value]) -> Namespace:
+    """Read a table by its stage's parser. UserError that names the table."""
+    with saying(f"[{stage}] "):
+        return parser_of(stage).parse_args(with_equals(table))
+
+
+@contextmanager
+def saying(where: str) -> Iterator[None]:
+    """Begin the message of a UserError in this block with where it arose: a parser only knows its flag."""
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(r"^argument --(\w+)(/--[\w-]+)*", r"\1", str(error))
+        raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
+
+
+def parse_command(stage: str, words: list[str]):
+    """Read the command of a stage as its program does, with the checks of its flags that need no device."""
+    program = PROGRAMS[stage]
+    with saying(f"[{stage}] "):
+        read = parser_of(stage).parse_args(words)
+        if program.flags:
+            flags = program.flags(**vars(read))
+            check_values(flags)
+            return flags
+        import arguments  # brings transformers
+
+        arguments.check_flags(read)
+        return read
+
+
+def has_reference(train_method: str) -> bool:
+    """Whether a method of train.py compares with a reference model."""
+    import arguments
+
+    return arguments.REFERENCE_NAME in arguments.METHOD_ARGUMENTS[train_method]
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """A command line: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None leaves a flag out."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif str(value).startswith("-"):
+            words.append(f"--{name}={value}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def with_equals(flags: Mapping[str, Value]) -> list[str]:
+    """A command line in which a value that is no boolean cannot be taken for something else than its flag's."""
+    words = []
+    for name, value in flags.items():
+        words += command_line({name: value}) if isinstance(value, list) else [f"--{name}={value}"]
+    return words
+
+
+def expand(name: str, value: Any, *, split: bool) -> Settings:
+    """The settings that one key means: a key above the tables may be a flag of several stages.
+
+    `value` is a text of the command line, which is split at its blanks if the flag takes several values, or a value of
+    TOML. An empty text removes the setting. UserError for a key that nothing takes.
+    """
+    stage, dot, key = name.rpartition(".")
+    if isinstance(value, dict) and name not in PROGRAMS:
+        raise UserError(f"{name}: there is no table [{name}]{nearest(name, PROGRAMS)}")
+    if name in OWN:
+        if isinstance(value, list):
+            raise UserError(f"{name}: it takes one value")
+        return {name: to_value(name, value, split=False)}
+    if dot and stage not in PROGRAMS:
+        raise UserError(f"{name}: there is no table [{stage}]{nearest(stage, PROGRAMS)}")
+    if key in PRECISION:
+        raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
+    if re.search(r"[_-]token$", key):
+        raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... in its place")
+    having = [each for each in ([stage] if dot else PROGRAMS) if key in flags_of(each)]
+    if not having:
+        known = flags_of(stage) if dot else {*OWN}.union(*map(flags_of, PROGRAMS))
+        what = f"no flag of {PROGRAMS[stage].path}" if dot else "neither a setting of the loop nor a flag of a stage"
+        raise UserError(f"{name}: {what}{nearest(key, known)}")
+    taking = [each for each in having if key not in PROGRAMS[each].set_by_loop]
+    if not taking:
+        raise UserError(f"{name}: the loop sets this flag")
+    return {f"{each}.{key}": to_value(name, value, split=split and flags_of(each)[key]) for each in taking}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; the nearest that exists: {close[0]}" if close else ""
+
+
+def to_value(name: str, value: Any, *, split: bool) -> Value | None:
+    if isinstance(value, list):
+        return [to_text(name, each) for each in value]
+    if split:
+        with utils.told(name, ValueError):
+            return [to_text(name, each) for each in shlex.split(value)] or None
+    return to_text(name, value) or None
+
+
+def to_text(name: str, value: Any) -> str:
+    """A value as a text, in which ~ and $ROOT are replaced."""
+    text = str(value).strip("\r").replace("$ROOT", str(ROOT))
+    if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
+        raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
+    return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)
+
+
+# Reading.
+
+
+def read_loop(arguments: Iterable[str]) -> tuple[Loop, list[str]]:
+    """The settings of files and of KEY=VALUE, and lines that say what a run keeps of the one that it is `like`."""
+    changes: Settings = {}
+    for argument in (argument.strip("\r") for argument in arguments):  # of $(cat FILE) with Windows' line ends
+        name, equals, value = argument.partition("=")
+        changes |= expand(name, value, split=True) if equals else read_file(argument)
+    lines: list[str] = []
+    if changes.get("like"):
+        settings, lines = begin_like(str(changes["like"]), changes)
+    else:
+        settings = read_file(DEFAULTS)
+    settings |= changes | learning_rates(settings, changes)
+    own = {name: str(value) for name, value in settings.items() if name in OWN and value is not None}
+    if missing := [name for name in NEEDED if name not in own]:
+        raise UserError(f"{missing[0]}=... is missing (--help shows the settings)")
+    with saying(""):
+        read = parse_flags(OwnSettings, with_equals(own), description="")
+    stages: dict[str, dict[str, Value]] = {stage: {} for stage in PROGRAMS}
+    for name, value in settings.items():
+        stage, dot, key = name.rpartition(".")
+        if dot and value is not None:
+            stages[stage][key] = value
+    return Loop(**vars(read), stages=stages), lines
 
 
 def read_file(path: str | Path) -> Settings:
-    """The settings of a file: words NAME=VALUE and comments, as in a shell; $root is the project's folder."""
-    # A comment begins at the start of a word: # inside a word, or between quotes, belongs to the value.
-    text = re.sub(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*""", r"\1", utils.read_text(path))
-    settings = {}
-    for word in shlex.split(text):
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"{path}: {word!r} is not NAME=VALUE; a value with blanks needs quotes")
-        root = shlex.quote(str(ROOT)) if name.endswith(SEVERAL) else str(ROOT)
-        settings[name] = os.path.expanduser(value.replace("$root", root))
+    """The settings of a TOML file. Keys above its tables come first, so a key of a table counts more."""
+    text = utils.read_text(path)
+    try:
+        tree = tomllib.loads(text, parse_float=str)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}") from None
+    settings: Settings = {}
+    with saying(f"{path}: "):
+        for name, value in tree.items():
+            if name not in PROGRAMS:
+                settings |= expand(name, value, split=False)
+        for table in PROGRAMS:
+            for key, value in tree.get(table, {}).items():
+                settings |= expand(f"{table}.{key}", value, split=False)
     return settings
 
 
-def values(settings: Settings, name: str) -> list[str]:
-    """The values of a setting that takes several, split as by a shell, or its one value. [] if empty or unknown."""
-    value = settings.get(name, "")
-    return shlex.split(value) if name.endswith(SEVERAL) else [value] * bool(value)
+def learning_rates(base: Settings, changes: Settings) -> Settings:
+    """The learning rates of trainings whose lora_rank is a new one, unless a learning rate comes with it."""
+    rates: Settings = {}
+    for stage in TRAININGS:
+        rank, rate = f"{stage}.lora_rank", f"{stage}.learning_rate"
+        if rank in changes and rate not in changes and changes[rank] != base.get(rank):
+            rates[rate] = LORA_RATE if changes[rank] else read_file(DEFAULTS)[rate]
+    return rates
 
 
-def section(*names: str) -> set[str]:
-    """The settings in these sections of configs/defaults.sh. A section begins with a comment: # [NAME] meaning."""
-    sections = utils.read_text(DEFAULTS_FILE).split("\n\n# [")
-    chosen = (text for text in sections if text.partition("]")[0] in names)
-    return set(re.findall(r"^[A-Z_]+(?==)", "\n".join(chosen), re.MULTILINE))
+def read_record(folder: str | Path) -> Settings:
+    """The settings in the record of a loop. UserError for the record of the loop that was a shell script."""
+    path = Path(folder, "settings.json")
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path}: of an older version, whose loop was a shell script; take another output")
+    return record["settings"]
 
 
-def read_settings(words: list[str]) -> Settings:
-    """The defaults, or the settings of LIKE, changed by the arguments. UserError for an unknown name."""
-    defaults, changes = read_file(DEFAULTS_FILE), {}
-    for word in (word.replace("\r", "") for word in words):  # of $(cat FILE), where FILE has Windows' line ends
-        name, equals, value = word.partition("=")
-        changes |= {name: os.path.expanduser(value)} if equals else read_file(word)
-    if unknown := changes.keys() - defaults.keys():
-        raise UserError(f"unknown settings: {', '.join(unknown)}; configs/defaults.sh has all")
-    return (like(changes["LIKE"], changes, defaults) if changes.get("LIKE") else defaults) | changes
+# A run like another.
 
 
-def like(run: str, changes: Settings, defaults: Settings) -> Settings:
-    """The settings of another run, with its imitation model and its games of epoch 1 in the place of new ones.
+def begin_like(folder: str, changes: Settings) -> tuple[Settings, list[str]]:
+    """The settings of another run, with its imitation model and its games of epoch 1 as far as they stay.
 
-    A change in the section `imitation` trains imitation anew, and with one there or in `play` epoch 1 is played anew.
-    All other changes keep both, though both were made with the old value: SEED, PRECISION, LORA_RANK, GLOBAL_BATCH.
-    The sections `run` and `machine` are not taken from the other run.
+    Also a line that says what is kept, and what is made anew because of which settings.
     """
-    stored = read_json(Path(run, "settings.json"))["settings"]
-    taken = defaults.keys() - section("run", "machine")  # no other names: the shell evaluates them
-    settings = defaults | {name: value for name, value in stored.items() if name in taken}
-    changed = {name for name, value in changes.items() if value != settings[name]}
-    if changed & section("imitation"):
-        if settings["IMITATION_DATA"] or changes.get("IMITATION_DATA"):  # else the model was given, not trained
-            settings["IMITATION_MODEL"] = ""
-    elif settings["IMITATION_DATA"] and not settings["IMITATION_MODEL"]:
-        model = Path(run, "imitation", "model")
-        if not read_json(model / "settings.json")["finished"]:
-            raise UserError(f"LIKE={run}: its imitation has not ended; the same command of that run continues")
-        settings["IMITATION_MODEL"] = str(model / "merged" if settings["LORA_RANK"] else model)
-    games = settings["FIRST_EPISODES"] or f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
-    return settings | {"FIRST_EPISODES": "" if changed & section("imitation", "play") else games}
+    stored = read_record(folder)
+    dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}
+    settings = {name: value for name, value in stored.items() if name.rpartition(".")[2] not in dropped}
+    different = {name for name in changes if not is_free(name) and differs(name, stored, changes)}
+    different -= {"output", "like", "control", "imitation_model", "first_episodes"}
+    given = changes.keys() & {"imitation_model", "first_episodes"}
+    if (named := different.intersection(FOUNDATION)) and len(given) < 2:
+        remedy = "say imitation_model= and first_episodes= too (empty: made anew; a path: kept)"
+        raise UserError(f"like={folder}: {', '.join(sorted(named))} cannot differ from its; {remedy}")
+    imitate_anew = {name for name in different if name.startswith("imitation.")}
+    play_anew = {name for name in different if name in OF_EPISODES or name.startswith("play.")} | imitate_anew
+    settings["imitation_model"] = imitation_of(folder, settings | changes, anew=imitate_anew)
+    settings["first_episodes"] = None if play_anew else episodes_of(folder, stored)
+    now = settings | changes
+    kept, anew = [], []
+    for what, name, reasons in (
+        ("imitation", "imitation_model", imitate_anew),
+        ("games of epoch 1", "first_episodes", play_anew or {"it has none that are finished"}),
+    ):
+        if now[name]:
+            kept.append(f"{what} ({now[name]})")
+        elif reasons:
+            anew.append(f"{what} ({', '.join(sorted(reasons))})")
+    line = f"like={folder}: kept: {' and '.join(kept) or '-'}; made anew: {' and '.join(anew) or '-'}"
+    return settings, [line]
 
 
-def fill(settings: Settings) -> None:
-    """Replace what is `auto`, in place."""
-    names = ("NPROC", "PRECISION", "GRADIENT_CHECKPOINTING", "DEEPSPEED")
-    automatic = [name for name in names if settings[name] == "auto"]
-    if not automatic:
-        return
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus and not torch.cuda.is_available():
-        raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
-    # GPUs before Ampere emulate bf16, most CPUs too: that is slow
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
-    chosen = {"NPROC": str(gpus or 1), "GRADIENT_CHECKPOINTING": str(gpus > 0), "DEEPSPEED": "none"}
-    chosen["PRECISION"] = "bf16" if bf16 else "fp16" if gpus else "fp32"
-    settings |= {name: chosen[name] for name in automatic}
-    if gpus and "DEEPSPEED" in automatic:
-        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-        settings["DEEPSPEED"] = deepspeed_file(settings, memory)
+def imitation_of(folder: str, settings: Settings, *, anew: Iterable[str]) -> Value | None:
+    """The imitation model that a run like another begins with; None: it is trained, or the base model plays."""
+    model, rows = settings.get("imitation_model"), settings.get("imitation.train_data_path")
+    if anew:
+        return None if rows else model  # without rows the model was given, not trained
+    if model or not rows:
+        return model
+    trained = Path(folder, "imitation", "model")
+    if not (trained / "settings.json").is_file() or not read_json(trained / "settings.json")["finished"]:
+        raise UserError(f"like={folder}: its imitation has not ended; the same command of that run continues")
+    return str(trained / "merged" if settings.get("imitation.lora_rank") else trained)
 
 
-def deepspeed_file(settings: Settings, memory: int) -> str:
-    """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
-
-    Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
-    copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
-    """
-    parameters = count_parameters(settings["MODEL"])
-    gpus = int(settings["NPROC"]) * int(settings["NNODES"])
-    ways = {"none": 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
-    if settings["LORA_RANK"]:
-        ways = {"none": 2.2, "configs/zero3.json": 2.2 / gpus}
-    for way, each in ways.items():
-        if each * parameters <= 0.85 * memory:  # the rest is for activations
-            return way if way == "none" else str(ROOT / way)
-    return str(ROOT / "configs/default_offload_opt_param.json")
+def episodes_of(folder: str, stored: Settings) -> Value | None:
+    """The games of epoch 1 of a run, if they are finished."""
+    files = sorted(map(str, Path(folder, "epoch1", "episodes").glob("*_words_results.json")))
+    return stored.get("first_episodes") or (files[0] if files else None)
 
 
-def count_parameters(model: str) -> float:
-    """The parameters of a model, by the bytes of its safetensors."""
-    folder = utils.model_folder(model)
-    config = read_json(folder / "config.json")
-    bytes_of_one = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
-    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / bytes_of_one
+# The record.
 
 
-def check(settings: Settings) -> list[str]:
-    """Raise UserError for what would fail only after hours, or give wrong results. Returns the words of play.
-
-    The parsers of the stages end the program with their own message. The stages check the rest.
-    """
-    check_values(settings)
-    check_no_token(settings)
-    flags = {prefix: stage_flags(settings, prefix, kind) for prefix, kind in STAGES.items()}
-    if words := values(settings, "IMITATION_ARGS") + values(settings, "TRAIN_ARGS"):
-        check_train_flags(words)
-    word_lists = [words.path for words in flags["EVAL"].words] if settings["EVAL_WORDS"] else []
-    check_files(settings, word_lists)
-    game, rewards = flags["PLAY"].load_game(), flags["REWARD"]
-    rewards.check_rewards(game)
-    check_row_flags(settings, flags["PLAY"], rewards)
-    if settings["THINKING"] == "True" and settings["BELIEF_GAMES"]:
-        raise UserError("BELIEF_GAMES asks for messages without thoughts; leave it out with THINKING=True")
-    if settings["CONTROL"] == "sft" and not settings["SFT_DATA"]:
-        raise UserError("CONTROL=sft needs SFT_DATA, the only rows that it trains on")
-    if settings["CONTROL"] in ("sft", "silent") and not settings["LIKE"]:
-        raise UserError(f"CONTROL={settings['CONTROL']} needs LIKE, the run whose rows it takes")
-    check_sft_data(settings, flags["PLAY"].trust_remote_code)
-    check_layout(settings, flags["PLAY"], game)
-    for path in word_lists:
-        utils.read_words(path, game.check_task)
-    return utils.read_words(settings["WORDS"], game.check_task)
+def is_free(name: str) -> bool:
+    stage, _, key = name.rpartition(".")
+    return key in FREE or stage in MEASURES
 
 
-def check_values(settings: Settings) -> None:
-    """Raise UserError for a value of another kind, and for seeds that training would refuse after play."""
-    for pattern, names in PATTERNS.items():
-        for name in names.split():
-            if not re.fullmatch(pattern, settings[name]):
-                raise UserError(f"{name}={settings[name]}: expected {pattern}")
-    if int(settings["SEED"]) + int(settings["EPOCHS"]) >= 2**32:
-        raise UserError(f"SEED={settings['SEED']}: SEED + EPOCHS, the last epoch's seed, must be below {2**32}")
+def differs(name: str, then: Settings, now: Settings) -> bool:
+    """Whether a setting has another value. One that is not given has its program's default."""
+    return comparable(then.get(name, default_of(name))) != comparable(now.get(name) or default_of(name))
 
 
-def check_no_token(settings: Settings) -> None:
-    """Raise UserError for a token among further flags: OUTPUT/settings.json and the logs would hold it."""
-    for name in settings:
-        words = values(settings, name) if name.endswith("_ARGS") else []
-        for flag in (word.partition("=")[0] for word in words):
-            if re.fullmatch(r"--[\w-]+[_-]token", flag):
-                raise UserError(f"{name}: {flag} would stand in records and logs; export HF_TOKEN=... instead")
+def default_of(name: str) -> Any:
+    stage, dot, key = name.rpartition(".")
+    return parser_of(stage).get_default(key) if dot else OWN[name].default
 
 
-def check_row_flags(settings: Settings, play: PlayFlags, rewards: assign_rewards.Flags) -> None:
-    """Raise UserError for flags of rows that do not fit those of play or of training."""
-    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
-    if negative and settings["DETACH_KL"] != "True" and "--allow_negative_rewards" not in settings["TRAIN_ARGS"]:
-        raise UserError("LOSERS, TIES and BASELINE make rows with rewards below 0, which need DETACH_KL=True")
-    if play.trust_remote_code and settings["CHAT_TEMPLATE"] == "True" and not rewards.trust_remote_code:
-        remedy = 'rows load the tokenizer too: REWARD_ARGS="--trust_remote_code True"'
-        raise UserError(f"PLAY_ARGS has --trust_remote_code True; {remedy}")
-
-
-def stage_flags(settings: Settings, prefix: str, kind: type):
-    """A stage's flags, read by its own parser: those called like a setting (PREFIX_FLAG or FLAG), and PREFIX_ARGS."""
-    settings = settings | {"REASONING_TASKS": settings["EVAL_TASKS"]}  # the only one that is not called like its flag
-    words = []
-    for field in dataclasses.fields(kind):
-        own, common = f"{prefix}_{field.name.upper()}", field.name.upper()
-        is_required = field.default is field.default_factory  # both are MISSING: it has no default
-        given = values(settings, own if own in settings else common) or ["some=value"] * is_required
-        words += [f"--{field.name}", *given] if given else []
-    return parse_flags(kind, [*words, *values(settings, f"{prefix}_ARGS")], description="")
-
-
-def check_train_flags(words: list[str]) -> None:
-    """Let train.py's parser read these flags, in a process of its own: it imports transformers, which takes 5 s."""
-    required = "'--train_method=SFT', '--model_name_or_path=m', '--train_data_path=d', '--output_dir=o'"
-    parse = f"import sys, arguments; arguments.build_parser().parse_args([{required}, *sys.argv[1:]])"
-    done = subprocess.run([sys.executable, "-c", parse, *words], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"IMITATION_ARGS, TRAIN_ARGS: {done.stderr.partition('error: ')[2].strip()}")
-
-
-def check_files(settings: Settings, word_lists: list[str]) -> None:
-    """Raise UserError that names all files and packages that are missing."""
-    paths = [path for name in FILES for path in values(settings, name)] + word_lists
-    paths += [] if settings["IMITATION_MODEL"] else values(settings, "IMITATION_DATA")
-    missing = [path for path in paths if not os.path.exists(path)]
-    errors = [f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}" for path in missing]
-    for name in filter(settings.get, PACKAGES):
-        try:
-            utils.require(*PACKAGES[name])
-        except UserError as error:
-            errors.append(str(error))
-    if errors:
-        raise UserError("; ".join(errors))
-
-
-def check_sizes(settings: Settings) -> None:
-    """Raise UserError for processes that do not divide a batch or have no GPU, and for matches of too large models."""
-    names = ("NPROC", "NNODES", "TRAIN_BATCH", "GLOBAL_BATCH", "TENSOR_PARALLEL_SIZE")
-    processes, machines, rows, batch, tensor = (int(settings[name]) for name in names)
-    at_once = processes * machines * rows
-    if batch % at_once or processes % tensor:
-        multiple = f"GLOBAL_BATCH must be a multiple of NPROC x NNODES x TRAIN_BATCH, {at_once}"
-        raise UserError(f"{multiple}, and NPROC of TENSOR_PARALLEL_SIZE")
-    parameters = count_parameters(settings["MODEL"]) if settings["EVAL_WORDS"] else 0
-    models = 2 * parameters * (4 if settings["PRECISION"] == "fp32" else 2)  # bytes of a match's weights
-    import torch
-
-    if torch.cuda.is_available():
-        utils.check_gpus(torch.cuda.device_count(), processes=processes)
-        memory = 0.9 * tensor * torch.cuda.get_device_properties(0).total_memory
-        if models > memory:
-            sizes = f"{models / 2**30:.0f} GiB, and they may take {memory / 2**30:.0f} GiB"
-            raise UserError(f"EVAL_WORDS: the two models of a match have {sizes}; EVAL_WORDS= leaves matches out")
-
-
-def check_sft_data(settings: Settings, trust_remote_code: bool = False) -> None:
-    """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
-
-    What a template says of a single row, training finds.
-    """
-    path, model = settings["SFT_DATA"], settings["MODEL"]
-    conversations = utils.read_records(path, utils.row_messages) if path else []
-    if not any(conversations):
-        return
-    if not utils.load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
-        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
-
-
-def check_layout(settings: Settings, play: PlayFlags, game: Game) -> None:
-    """Raise UserError for rows of imitation in another layout than that of play.
-
-    A record beside the rows names it. If imitation is still to be trained, rows without a record that hold games must
-    hold one of play's rule texts somewhere.
-    """
-    prompt_file = settings["PROMPTS"] or game.prompt_file
-    templates = prompts.load_templates(prompt_file, game)
-    foreign = []  # of other people, or of tools/controls.py
-    for path in values(settings, "IMITATION_DATA"):
-        record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
-        made = read_json(record)["settings"] if record.is_file() else {}
-        if "prompt_templates" not in made:
-            foreign.append(path)
-            continue
-        chat = template_digest(settings["MODEL"], play) if play.chat_template else None
-        of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
-        if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
-            how = f"its chat template, THINKING or prompts are not those of play ({settings['MODEL']}, {prompt_file})"
-            raise UserError(f"{path}: {how}")
-    imitation = Path(settings["OUTPUT"], "imitation", "model", "settings.json")
-    if not foreign or settings["IMITATION_MODEL"] or imitation.is_file() and read_json(imitation)["finished"]:
-        return
-    rows = bare([utils.read_json_or_jsonl(path) for path in foreign])
-
-    def is_there(rule: str) -> bool:
-        return all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2])
-
-    if bare(prompts.NO_HISTORY) not in rows:
-        logger.warning("%s: no record says how these rows were made; are their prompts those of play?", foreign)
-    elif not any(map(is_there, templates[prompts.RULES])):
-        remedy = f"take PROMPTS={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
-        rules = f"these games have none of play's rules ({prompt_file})"
-        raise UserError(f"{' '.join(foreign)}: {rules}; for the authors' rows {remedy}")
-
-
-def template_digest(model: str, play: PlayFlags) -> str:
-    """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
-    from tools.games.chat import ChatTemplate  # brings transformers
-
-    tokenizer = utils.load_tokenizer(model, trust_remote_code=play.trust_remote_code)
-    return ChatTemplate(tokenizer, model, play.thinking).sha256
-
-
-def bare(value) -> str:
-    """The JSON of a text or a list, without what begins and ends it, and without blanks, those in its texts too."""
-    text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
-    return "".join(text.split())[1:-1]
-
-
-def lock_output(folder: str) -> None:
-    """Keep other loops out of OUTPUT. The shell and its stages hold the lock until all of them have ended."""
+def comparable(value: Any) -> Any:
+    """A value such that 1e-4 equals 0.0001, true equals True, and an empty list or False nothing at all."""
+    if isinstance(value, list):
+        return [comparable(each) for each in value] or None
+    text = str(value).lower()
+    if text in ("none", "false"):
+        return None
     try:
-        fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{folder}: another loop is at work here; end that one first") from None
-    except OSError as error:
-        logger.warning("%s: no file locks here (%s); run one loop at a time", folder, error)
+        return float(text)
+    except ValueError:
+        return str(value) if text != "true" else True
 
 
-def record(settings: Settings, words: list[str]) -> None:
-    """Write OUTPUT/settings.json and OUTPUT/words.txt. UserError if there are results of other settings."""
-    folder = Path(settings["OUTPUT"])
-    path = folder / "settings.json"
-    if path.is_file() and any(any(folder.glob(pattern)) for pattern in RESULT_FILES):
-        stored = read_file(DEFAULTS_FILE) | read_json(path)["settings"]
-        outputs = (re.escape(str(Path(output))) for output in (stored["OUTPUT"], folder))
-        inside = re.compile(rf"(?<![\w./-])({'|'.join(outputs)})/")  # OUTPUT may have been moved
-        compared = sorted(settings.keys() - section("scope", "machine"))
-        then, now = ({name: inside.sub("OUTPUT/", of[name]) for name in compared} for of in (stored, settings))
-        if different := "; ".join(utils.differences(then, now)):
-            way = f"use another OUTPUT, or delete {path} if no finished stage used them"
-            raise UserError(f"{path}: made with other settings ({different}); {way}")
-    utils.write_json(path, {"settings": settings, "made_by": utils.made_by()})
-    utils.write_words(folder / "words.txt", words)
-
-
-def main() -> None:
-    words = sys.argv[1:]
-    option = words.pop(0) if words[:1] in (["--output"], ["--lock"]) else ""
-    settings = read_settings(words)
-    is_first = settings["NODE_RANK"] == "0"
-    if option == "--output":
-        print(settings["OUTPUT"] if is_first else "")
+def check_record(loop: Loop, words: list[str]) -> None:
+    """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
+    folder = Path(loop.output)
+    path, list_of_words = folder / "settings.json", folder / "words.txt"
+    begun = [stage for stage, patterns in RESULTS.items() if any(any(folder.glob(each)) for each in patterns)]
+    if not path.is_file() or not begun:
         return
-    for name in ("MODEL", "WORDS", "OUTPUT"):
-        if not settings[name]:
-            raise UserError(f"{name}=... is missing")
-    if option == "--lock":
-        lock_output(settings["OUTPUT"])
-    words = check(settings)
-    fill(settings)
-    check_sizes(settings)
-    if is_first:
-        played = words[: int(settings["GAMES"] or len(words))]
-        record(settings, played * int(settings["GAMES_PER_WORD"]))
-    for name, value in settings.items():  # for `eval`; a setting of several values is an array
-        several = f"({shlex.join(values(settings, name))})"
-        print(f"{name}={several if name.endswith(SEVERAL) else shlex.quote(value)}")
+    then, now = read_record(folder), json.loads(json.dumps(loop.settings()))
+    outputs = [str(Path(output)) for output in (then["output"], loop.output)]
+    then, now = without_output(then, outputs), without_output(now, outputs)
+    used = [name for name in {**then, **now} if "." not in name or name.partition(".")[0] in begun]
+    if different := [name for name in used if not is_free(name) and differs(name, then, now)]:
+        phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
+        way = f"take another output, or delete {path} if no finished stage used them"
+        raise UserError(f"{path}: made with other settings ({phrases}); {way}")
+    if "play" in begun and list_of_words.is_file() and utils.read_words(list_of_words) != words:
+        way = f"put the list back, or delete the folders episodes in {folder}"
+        raise UserError(f"words={loop.words}: {list_of_words} has other words, with which games were played; {way}")
 
 
-if __name__ == "__main__":
-    utils.run_program(main)
+def without_output(settings: Settings, outputs: Iterable[str]) -> Settings:
+    """Settings in which paths inside `output` begin with OUTPUT, because the folder may have been moved."""
+    inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, outputs))})/")
+
+    def replaced(value):
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        return inside.sub("OUTPUT/", value) if isinstance(value, str) else value
+
+    return {name: replaced(value) for name, value in settings.items()}
+
+
+def write_record(loop: Loop, words: list[str]) -> None:
+    folder = Path(loop.output)
+    record = {"format": FORMAT, "settings": loop.settings(), "made_by": utils.made_by()}
+    utils.write_json(folder / "settings.json", record)
+    utils.write_words(folder / "words.txt", words)

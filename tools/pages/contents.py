@@ -103,5 +103,5 @@ def read_folder(folder: Path, game: Game) -> Report:
     for path in (folder / "results.json", folder / "reasoning" / "results.json"):
         report.reasoning += read_json(path)["results"] if path.is_file() else ()
     if not (report.sources or report.logs or report.reasoning or report.belief or report.matches):
-        raise UserError(f"{folder}: no games, training, matches or scores; give OUTPUT of tools/run_spag.sh or a part")
+        raise UserError(f"{folder}: no games, training, matches or scores; give the output of the loop or a part")
     return report

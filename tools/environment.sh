@@ -1,14 +1,19 @@
-# shellcheck shell=bash disable=SC2154  # sourced after common.sh, from the project's folder
+# shellcheck shell=bash disable=SC2154  # sourced by quickstart.sh and test.sh from the project's folder, which is root
 # Makes .venv with the interpreter PYTHON (default: python3); without an NVIDIA GPU, with PyTorch's build for CPUs.
 
 venv=$root/.venv/bin/python
 gpu=$(command -v nvidia-smi || true)
 unset PYTHONDONTWRITEBYTECODE # otherwise each start would compile all modules again
 
-fail() { warn "$@"; exit 2; }
+say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
+
+fail() {
+  printf '%s: %s\n' "${0##*/}" "$*" >&2
+  exit 2
+}
 
 pip_install() { # --no-compile: Python compiles only the modules that it imports
-  in_foreground "$venv" -m pip install --no-compile --progress-bar off "$@" >>"$log" 2>&1
+  "$venv" -m pip install --no-compile --progress-bar off "$@" >>"$log" 2>&1
 }
 
 set_up() { # set_up NAME FILE: install requirements.txt and FILE by the script's install_rest, unless .venv has them

@@ -1,0 +1,195 @@
+"""What would fail only after hours, or give wrong results, is found here, before the first stage begins."""
+
+import json
+import logging
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+
+import utils
+from tools.flags import GameChoice
+from tools.games import prompts
+from tools.games.game import Game
+from tools.loop.settings import PROGRAMS, TRAININGS, Loop
+from utils import UserError, read_json
+
+PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
+MEASURING = len(PHASES)  # the number of the phase behind them
+Place = tuple[int, int]  # epoch and number of a phase
+RELEASED = "data/released_prompts.json"
+MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
+logger = logging.getLogger(__name__)
+
+
+def check_inputs(loop: Loop) -> list[str]:
+    """Check what needs neither a GPU nor the commands of the stages. Returns the words of an epoch, in their order."""
+    tables = {stage: loop.of(stage) for stage in PROGRAMS}
+    play, rewards, training = tables["play"], tables["rewards"], tables["training"]
+    check_limits(loop)
+    check_files(loop, tables)
+    check_packages(loop)
+    game = GameChoice(game=play.game, game_options=play.game_options).load_game()
+    check_rows(loop, play, rewards, training)
+    check_control(loop, rewards)
+    check_sft_rows(loop, rewards.sft_data_path, play.trust_remote_code)
+    check_layout(loop, play, game)
+    for _, path in tables["match"].words or ():
+        utils.read_words(path, game.check_task)
+    words = utils.read_words(loop.words, game.check_task)[: loop.max_words]
+    return words * loop.games_per_word
+
+
+def check_limits(loop: Loop) -> None:
+    if loop.seed + loop.epochs >= 2**32:
+        raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
+    if last_place(loop)[0] > loop.epochs:
+        raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
+    if loop.machine >= loop.machines:
+        raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
+
+
+def last_place(loop: Loop) -> Place:
+    """The last epoch and phase that run; imitation is (0, 0). UserError for a wrong `until`."""
+    if loop.until is None:
+        return loop.epochs, MEASURING
+    if loop.until == "imitation":
+        return 0, 0
+    place = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
+    if not place:
+        raise UserError(f"until={loop.until}: expected imitation, or epochK_ with {', '.join(PHASES)}")
+    return int(place[1]), PHASES.index(place[2])
+
+
+def check_files(loop: Loop, tables: dict[str, Namespace]) -> None:
+    """Raise one UserError for all files that are missing, those of stages that may be hours away too."""
+    paths = [loop.words, loop.first_episodes, tables["play"].prompt_templates, tables["belief"].games]
+    paths += [path for _, path in tables["match"].words or ()]
+    errors = [f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}" for path in paths if is_missing(path)]
+    rows = [tables["rewards"].sft_data_path]
+    rows += [] if loop.imitation_model else tables["imitation"].train_data_path or []
+    for path in filter(is_missing, rows):
+        try:
+            utils.data_folder(path)  # of the hub
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError("; ".join(errors))
+
+
+def is_missing(path: str | None) -> bool:
+    return path is not None and not os.path.exists(path)
+
+
+def check_packages(loop: Loop) -> None:
+    needed = {"peft": ("peft>=0.21,<0.22", any("lora_rank" in loop.stages[stage] for stage in TRAININGS))}
+    needed["lm_eval"] = ("lm-eval==0.4.13", "tasks" in loop.stages["reasoning"])
+    errors = []
+    for module, (requirement, is_needed) in needed.items():
+        try:
+            if is_needed:
+                utils.require(module, requirement)
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError("; ".join(errors))
+
+
+def check_rows(loop: Loop, play: Namespace, rewards: Namespace, training: Namespace) -> None:
+    """Raise UserError for flags of rows that do not fit those of play or of training."""
+    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
+    if negative and not training.detach_kl and not training.allow_negative_rewards:
+        raise UserError("[rewards] losers, ties and baseline make rewards below 0, which need training.detach_kl=True")
+    if play.trust_remote_code and play.chat_template and not rewards.trust_remote_code:
+        remedy = "rows load the tokenizer too: write trust_remote_code above the tables"
+        raise UserError(f"[play] has trust_remote_code and [rewards] has not; {remedy}")
+    if play.thinking and "games" in loop.stages["belief"]:
+        raise UserError("[belief] asks for messages without thoughts; leave belief.games out with thinking")
+
+
+def check_control(loop: Loop, rewards: Namespace) -> None:
+    """Raise UserError for a control without the rows that it takes."""
+    if loop.control == "sft" and not rewards.sft_data_path:
+        raise UserError("control=sft needs rewards.sft_data_path, the only rows that it trains on")
+    if loop.control not in ("sft", "silent"):
+        return
+    if not loop.like:
+        raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
+    last_epoch, last_phase = last_place(loop)
+    needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
+    there = 0
+    while Path(loop.like, f"epoch{there + 1}", "rows", "rows.json").is_file():
+        there += 1
+    if there < needed:
+        have = f"rows of {there} epoch{'' if there == 1 else 's'}"
+        raise UserError(f"control={loop.control}: like={loop.like} has {have}, epochs is {loop.epochs}")
+
+
+def check_sft_rows(loop: Loop, path: str | None, trust_remote_code: bool) -> None:
+    """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
+
+    What a template says of a single row, training finds.
+    """
+    conversations = utils.read_records(path, utils.row_messages) if path else []
+    if not any(conversations):
+        return
+    if not utils.load_tokenizer(loop.model, trust_remote_code=trust_remote_code).chat_template:
+        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {loop.model} has none")
+
+
+def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
+    """Raise UserError for rows of imitation in another layout than that of play.
+
+    A record beside the rows names it. If imitation is still to be trained, rows without a record that hold games must
+    hold one of play's rule texts somewhere.
+    """
+    prompt_file = play.prompt_templates or game.prompt_file
+    templates = prompts.load_templates(prompt_file, game)
+    foreign = []  # of other people, or of tools/controls.py
+    for path in loop.of("imitation").train_data_path or ():
+        record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
+        made = read_json(record)["settings"] if record.is_file() else {}
+        if "prompt_templates" not in made:
+            foreign.append(path)
+            continue
+        chat = template_digest(loop.model, play) if play.chat_template else None
+        of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
+        if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
+            how = f"its chat template, thinking or prompts are not those of play ({loop.model}, {prompt_file})"
+            raise UserError(f"{path}: {how}")
+    if foreign and not loop.imitation_model and not is_finished(Path(loop.output, "imitation", "model")):
+        check_rules(foreign, templates, prompt_file)
+
+
+def is_finished(model: Path) -> bool:
+    record = model / "settings.json"
+    return record.is_file() and read_json(record)["finished"]
+
+
+def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
+    """Raise UserError for rows of games that hold none of play's rules; warn of rows that hold no game."""
+    rows = bare([utils.read_records(path) for path in paths])
+    if bare(prompts.NO_HISTORY) not in rows:
+        logger.warning("%s: no record says how these rows were made; are their prompts those of play?", paths)
+        return
+    for rule in templates[prompts.RULES]:
+        if all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2]):
+            return
+    remedy = f"take prompt_templates={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
+    rules = f"these games have none of play's rules ({prompt_file})"
+    raise UserError(f"{' '.join(paths)}: {rules}; for the authors' rows {remedy}")
+
+
+def template_digest(model: str, play: Namespace) -> str:
+    """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
+    from tools.games.chat import ChatTemplate  # brings transformers
+
+    tokenizer = utils.load_tokenizer(model, trust_remote_code=play.trust_remote_code)
+    return ChatTemplate(tokenizer, model, play.thinking).sha256
+
+
+def bare(value) -> str:
+    """The JSON of a text or a list, without what begins and ends it, and without blanks, those in its texts too."""
+    text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
+    return "".join(text.split())[1:-1]

@@ -1,0 +1,91 @@
+"""The quick start behind its environment: build the embedded world, run the loop on it, and say how to go on.
+
+    QUICK=1 python -m tools.loop.quickstart output=outputs/mine epochs=2
+
+Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quickstart.sh`.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tools.loop.stages import STOPPING, Stages, say
+from utils import run_program
+
+# The world and the loop of QUICK=1. Its model wins hardly a game, so it learns from all messages.
+QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()
+QUICK_LOOP = "epochs=1 max_words=40 games_per_word=1 global_batch=32 per_device_train_batch_size=32".split()
+QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".split()
+
+
+def main() -> None:
+    quick, begin = os.environ.get("QUICK", "0") != "0", time.monotonic()
+    output = "outputs/quickstart_quick" if quick else "outputs/quickstart"
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        output = value if name == "output" else output
+    world = [sys.executable, "-m", "tools.tiny.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
+    Stages(output).run("world", world)
+    status = run_loop([*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]])
+    if status:
+        sys.exit(status)
+    minutes, seconds = divmod(int(time.monotonic() - begin), 60)
+    say(f"it took {minutes} min {seconds} s; points against the imitation model after each epoch:")
+    for line in last_lines(Path(output)):
+        print(line)
+
+
+def settings(output: str) -> list[str]:
+    """The settings of the loop on the world in a folder."""
+    data = f"{output}/data"
+    words = shlex.join([f"played={data}/words.txt", f"held_out={data}/held_out.txt"])
+    return [
+        "configs/tiny.toml",
+        f"model={output}/base",
+        f"output={output}",
+        f"words={data}/words.txt",
+        f"imitation.train_data_path={shlex.quote(f'{data}/imitation.json')}",
+        f"rewards.sft_data_path={data}/facts.json",
+        f"match.words={words}",
+    ]
+
+
+def run_loop(arguments: list[str]) -> int:
+    """Run the loop, which is on the terminal and gets the signals that this program gets. Returns its exit status."""
+    loop = subprocess.Popen([sys.executable, "-m", "tools.run_spag", *arguments])
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: loop.send_signal(number))
+    return loop.wait()
+
+
+def last_lines(output: Path) -> list[str]:
+    """The points of each epoch, where the report is, and the command that plays against the newest model."""
+    matches = sorted(output.glob("epoch*/eval/matches.txt"))
+    points = [path.read_text(encoding="utf-8").splitlines()[-1] for path in matches]
+    report = output / "report.html"
+    models = sorted(output.glob("epoch*/model")) or [output / "imitation" / "model"]
+    play = {  # the model hints at a word, the person has one guess
+        "attacker_model_name_or_path": models[-1],
+        "defender_model_name_or_path": "human",
+        "data_path": output / "data" / "words.txt",
+        "prompt_templates": "data/tiny/prompts.json",
+        "max_turns": 3,
+        "max_length": 160,
+        "max_new_tokens": 24,
+        "temperature": 1.0,
+        "output_dir": output / "me",
+        "model_prefix": "me",
+        "data_suffix": "words",
+    }
+    flags = shlex.join(word for name, value in play.items() for word in (f"--{name}", str(value)))
+    shown = [f"report, to open in a browser: {report}"] if report.is_file() else []
+    return [*points, *shown, f"play against it: .venv/bin/python -m tools.play_llm_game {flags}"]
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,200 @@
+"""How the loop runs the programs of its stages: logs, the bar, signals, and the lock of a folder of results.
+
+A program runs in a process group of its own. Its output goes to OUTPUT/logs/STAGE.log. The terminal shows its bar, and
+at its end its warnings and its last line.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from utils import INTERRUPTED, LAUNCHER_VARIABLES, ROOT, UserError, printable
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
+TERMINATED = 143  # exit status after the others than Ctrl-C
+GRACE = 7  # seconds that the processes of a stage have to end by themselves
+ERROR = re.compile(r"^\w+\.py: error: ")  # of our programs; torchrun writes forty lines more
+BAR = re.compile(r"^.*\d%\|[^]]*\](\x1b\[A)*")
+TAIL = 20  # lines of a failed stage that are shown if none of them is an error of ours
+logger = logging.getLogger(__name__)
+
+
+class StageFailed(UserError):
+    """A program of a stage ended with an error; its message is on the terminal already."""
+
+
+def say(text: str) -> None:
+    print(time.strftime("[%X]"), text, flush=True)
+
+
+class Stages:
+    """Runs one program after the other. From the first one on, a signal ends the program at work and then the loop."""
+
+    def __init__(self, output: str, machine: int = 0):
+        self.logs, self.machine = Path(output, "logs"), machine
+        self.lock: int | None = None  # descriptor that the programs inherit
+        self.signal: int | None = None
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, frame) -> None:
+        self.signal = number
+
+    def run(self, name: str, command: Sequence[str], **variables: str) -> None:
+        """Run a program to its end, with these environment variables. StageFailed if its exit status is not 0."""
+        if self.signal:
+            self._stop(name)
+        log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        say(f"{name}; its log: {log}")
+        begin = time.monotonic()
+        with open(log, "ab") as file:
+            file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())
+            file.flush()
+            size = file.tell()
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment() | variables,
+                start_new_session=True,
+                pass_fds=[] if self.lock is None else [self.lock],
+            )
+        status = self._wait(child, log, name)
+        lines = new_lines(log, size)
+        if status:
+            show_failure(lines)
+            raise StageFailed(f"{name} failed; its log: {log}")
+        warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
+        for warning in sorted(warnings):
+            print(f"WARNING: {warning}")
+        minutes, seconds = divmod(int(time.monotonic() - begin), 60)
+        say(f"{name} took {minutes} min {seconds} s")
+        for last in lines[-1:]:
+            print(last, flush=True)
+
+    def _wait(self, child: subprocess.Popen, log: Path, name: str) -> int:
+        """The exit status of a program, whose bar is on the terminal meanwhile. A signal ends it and the loop."""
+        with bar_of(log) as show:
+            while True:
+                if self.signal:
+                    end_group(child)
+                    self._stop(name)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(timeout=0.5)
+                show()
+
+    def _stop(self, name: str) -> NoReturn:
+        sys.stderr.write(f"\n{Path(sys.argv[0]).name}: stopped in {name}; the same command continues\n")
+        sys.exit(INTERRUPTED if self.signal == signal.SIGINT else TERMINATED)
+
+
+def environment() -> dict[str, str]:
+    """The environment of all programs: the loop launches by itself, whatever has launched it."""
+    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # rows differ in length
+    return variables
+
+
+def end_group(child: subprocess.Popen) -> None:
+    """End a program and all that it has started, within GRACE seconds by themselves, then by SIGKILL.
+
+    The workers of torchrun and of vLLM are in sessions of their own, so a signal to the group does not reach them.
+    """
+    processes = family(child.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and (child.poll() is None or any(map(is_alive, processes))):
+        time.sleep(0.1)
+        processes |= family(child.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    child.wait()
+
+
+def family(pid: int) -> set[psutil.Process]:
+    """What a process has started, and what that has started."""
+    with contextlib.suppress(psutil.Error):
+        return set(psutil.Process(pid).children(recursive=True))
+    return set()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+# Logs.
+
+
+def new_lines(log: Path, size: int) -> list[str]:
+    """The lines of a log behind its first `size` bytes, without bars and blank lines."""
+    text = log.read_bytes()[size:].decode(errors="replace").replace("\r", "\n")
+    lines = [printable(BAR.sub("", line)) for line in text.splitlines()]
+    return [line for line in lines if line.strip() and "%|" not in line]
+
+
+def show_failure(lines: list[str]) -> None:
+    errors = sorted({line for line in lines if ERROR.match(line)})
+    print("\n".join(errors or lines[-TAIL:]), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def bar_of(log: Path) -> Iterator:
+    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away."""
+    if not sys.stdout.isatty():
+        yield lambda: None
+        return
+
+    def show() -> None:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 4000))
+            lines = file.read().decode(errors="replace").replace("\r", "\n").splitlines()
+        bars = [line for line in lines if "%|" in line]
+        width = shutil.get_terminal_size().columns - 1
+        sys.stdout.write(f"\r\x1b[K{printable(bars[-1])[:width] if bars else ''}")
+        sys.stdout.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stdout.write("\r\x1b[K")
+        sys.stdout.flush()
+
+
+def take_lock(folder: str) -> int | None:
+    """Keep other loops out of a folder until this process and all that inherit the descriptor have ended.
+
+    UserError if another loop has the lock; None where the file system knows no locks.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(Path(folder, ".loop.lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another loop is at work here; end that one first") from None
+    except OSError as error:
+        logger.warning("%s: no file locks here (%s); run one loop at a time", folder, error)
+        return None
+    return descriptor

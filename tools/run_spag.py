@@ -1,0 +1,341 @@
+"""The whole method: imitation, then epochs of self-play. An epoch is play, rows, training, a match and the report.
+
+    python -m tools.run_spag configs/llama2_7b.toml output=outputs/spag seed=142 play.temperature=1.0
+
+Arguments are files of settings (TOML) and settings, KEY=VALUE; the last one counts, and configs/default.toml comes
+first. A file has a table for each stage, whose keys are the flags of the stage's program. A key above the tables is
+one of the loop's own settings, or a flag of every stage that has it. `KEY=` takes a setting back. The same command
+continues a loop that was stopped. A stage's log is OUTPUT/logs/STAGE.log.
+"""
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.loop.inputs import MEASURING, PHASES, Place, check_inputs, last_place
+from tools.loop.machine import Question, ask
+from tools.loop.settings import (
+    NONE,
+    OWN,
+    PROGRAMS,
+    TRAININGS,
+    Loop,
+    check_record,
+    command_line,
+    flags_of,
+    has_reference,
+    parse_command,
+    read_loop,
+    write_record,
+)
+from tools.loop.stages import StageFailed, Stages, say, take_lock
+from utils import ROOT, UserError, run_program
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
+
+
+@dataclass(frozen=True)
+class Step:
+    """The command of a stage: the words behind its program."""
+
+    name: str
+    place: Place
+    program: str
+    words: list[str]
+    stage: str | None = None  # the table with its flags
+    processes: int | None = None  # on each machine; None: machine 0 runs it as one process
+    trained: str | None = None  # folder of a model, whose checkpoints nobody needs when the step has ended
+
+
+# What runs, in this order.
+
+
+def steps(loop: Loop) -> Iterator[Step]:
+    """The commands of all stages. Each starts from what those before it leave."""
+    model, player = loop.imitation_model or loop.model, "imitation"  # the newest model, and its name in files
+    if "train_data_path" in loop.stages["imitation"] and not loop.imitation_model:
+        folder = f"{loop.output}/imitation/model"
+        yield training(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
+        model = trained_model(loop, "imitation", folder)
+    imitation, models = model, {"base": loop.model}
+    if model != loop.model:
+        models["imitation"] = model
+    for epoch in range(1, loop.epochs + 1):
+        folder = f"{loop.output}/epoch{epoch}"
+        episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
+        if epoch == 1 and loop.first_episodes:
+            episodes = loop.first_episodes
+        elif loop.control not in ("sft", "silent"):
+            yield play(loop, epoch, model, player)
+        yield from rows(loop, epoch, episodes)
+        yield self_play_training(loop, epoch, model)
+        model, player = trained_model(loop, "training", f"{folder}/model"), f"epoch{epoch}"
+        models[player] = model
+        place = (epoch, MEASURING)
+        if "words" in loop.stages["match"] and epoch % loop.match_every == 0:
+            yield match(loop, place, imitation, player, model)
+        if "games" in loop.stages["belief"]:
+            yield belief(loop, place, models if epoch == 1 else {player: model})
+        if loop.report:
+            game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
+            yield Step("report", place, "tools/report.py", [loop.output, *command_line(game)])
+    if "tasks" in loop.stages["reasoning"]:
+        flags = {"models": named(models), "output_dir": f"{loop.output}/reasoning", "dtype": DTYPES[loop.precision]}
+        yield step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
+
+
+def step(loop: Loop, stage: str, name: str, place: Place, flags: dict, defaults: Mapping = {}, **more) -> Step:
+    """The command of a stage: `defaults`, the flags of its table, and the `flags` that the loop sets."""
+    faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
+    words = command_line({**faster, **defaults, **loop.stages[stage], **flags})
+    return Step(name, place, PROGRAMS[stage].path, words, stage, **more)
+
+
+def training(loop: Loop, stage: str, name: str, place: Place, folder: str, model: str, **flags) -> Step:
+    """Train a model, which is the reference too."""
+    table = loop.of(stage)
+    rows_at_once = loop.processes * loop.machines * table.per_device_train_batch_size
+    if loop.global_batch % rows_at_once:
+        factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
+        raise UserError(f"global_batch={loop.global_batch} must be a multiple of {factors}")
+    flags |= {
+        "output_dir": folder,
+        "model_name_or_path": model,
+        "ref_model_name_or_path": model if has_reference(table.train_method) else None,
+        "gradient_accumulation_steps": loop.global_batch // rows_at_once,
+        "gradient_checkpointing": loop.gradient_checkpointing,
+        "deepspeed": None if loop.deepspeed == NONE else loop.deepspeed,
+        "lora_merge": True if table.lora_rank else None,
+    }
+    if loop.precision != "fp32":
+        flags[loop.precision] = True
+    defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}  # the reference computes so
+    return step(loop, stage, name, place, flags, defaults, processes=loop.processes, trained=folder)
+
+
+def trained_model(loop: Loop, stage: str, folder: str) -> str:
+    return f"{folder}/merged" if "lora_rank" in loop.stages[stage] else folder
+
+
+def self_play_training(loop: Loop, epoch: int, model: str) -> Step:
+    folder = f"{loop.output}/epoch{epoch}"
+    flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
+    if loop.control in ("cloning", "sft"):
+        flags["allow_no_game_rows"] = True
+    place = (epoch, PHASES.index("train"))
+    return training(loop, "training", f"epoch{epoch}_train", place, f"{folder}/model", model, **flags)
+
+
+def play(loop: Loop, epoch: int, model: str, player: str) -> Step:
+    """Let the newest model play against itself."""
+    flags = {
+        "attacker_model_name_or_path": model,
+        "defender_model_name_or_path": model,
+        "data_path": f"{loop.output}/words.txt",
+        "output_dir": f"{loop.output}/epoch{epoch}/episodes",
+        "model_prefix": player,
+        "data_suffix": "words",
+        "seed": loop.seed + epoch,
+        "dtype": DTYPES[loop.precision],
+    }
+    place = (epoch, PHASES.index("play"))
+    return step(loop, "play", f"epoch{epoch}_play", place, flags, processes=processes_of_play(loop, "play"))
+
+
+def processes_of_play(loop: Loop, stage: str) -> int:
+    """How many processes of this machine play: each uses so many GPUs."""
+    gpus = loop.of(stage).tensor_parallel_size
+    if loop.processes % gpus:
+        raise UserError(f"processes={loop.processes} must be a multiple of {stage}.tensor_parallel_size, {gpus}")
+    return loop.processes // gpus
+
+
+def rows(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
+    """Make the rows of the games, or of a control: epochK/rows/rows.json."""
+    folder, rows_of_like = f"{loop.output}/epoch{epoch}/rows", f"{loop.like}/epoch{epoch}/rows/rows.json"
+    if loop.control == "sft":
+        names = ("sft_data_path", "chat_template", "thinking", "trust_remote_code")
+        flags = {name: loop.stages["rewards"].get(name) for name in names}
+        flags |= {"tokenizer": tokenizer_of_rows(loop), "seed": loop.seed + epoch}
+        yield control(loop, epoch, rows_of_like, flags)
+    elif loop.control == "silent":
+        yield control(loop, epoch, rows_of_like, {})
+    elif loop.control == "cloning":
+        yield rewards(loop, epoch, episodes, f"{folder}/winners.json")
+        table = loop.of("training")
+        is_by_step = table.loss_normalization == "step"  # over how many rows the loss is averaged
+        at_once = loop.global_batch if is_by_step else table.per_device_train_batch_size
+        flags = {"sft_coeff": table.lm_sft_coeff, "rows_at_once": at_once}
+        yield control(loop, epoch, f"{folder}/winners.json", flags)
+    else:
+        yield rewards(loop, epoch, episodes, f"{folder}/rows.json")
+
+
+def rewards(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
+    """Turn games into rows."""
+    flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
+    flags["tokenizer"] = tokenizer_of_rows(loop)
+    defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}  # which the thoughts answer
+    place = (epoch, PHASES.index("rewards"))
+    return step(loop, "rewards", f"epoch{epoch}_rewards", place, flags, defaults)
+
+
+def tokenizer_of_rows(loop: Loop) -> str | None:
+    return loop.model if loop.of("rewards").chat_template else None
+
+
+def control(loop: Loop, epoch: int, source: str, flags: dict) -> Step:
+    """Make the rows of a control from a file of rows."""
+    flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json", **flags}
+    place, words = (epoch, PHASES.index("rewards")), [loop.control, *command_line(flags)]
+    return Step(f"epoch{epoch}_{loop.control}", place, "tools/controls.py", words)
+
+
+def match(loop: Loop, place: Place, imitation: str, player: str, model: str) -> Step:
+    """Let the newest model play against imitation."""
+    flags = {
+        "players": named({"imitation": imitation, player: model}),
+        "against": "imitation",
+        "output_dir": f"{loop.output}/{player}/eval",
+        "dtype": DTYPES[loop.precision],
+    }
+    return step(loop, "match", f"{player}_eval", place, flags, processes=processes_of_play(loop, "match"))
+
+
+def belief(loop: Loop, place: Place, models: dict[str, str]) -> Step:
+    """Ask what the hints of some games tell these models."""
+    player, of_play = list(models)[-1], loop.of("play")
+    flags = {
+        "models": named(models),
+        "output_dir": f"{loop.output}/{player}/belief",
+        "max_length": of_play.max_length - of_play.max_new_tokens,  # of a prompt
+        "dtype": DTYPES[loop.precision],
+    }
+    return step(loop, "belief", f"{player}_belief", place, flags)
+
+
+def named(models: dict[str, str]) -> list[str]:
+    return [f"{name}={model}" for name, model in models.items()]
+
+
+# From the command line to the end.
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if {"-h", "--help"}.intersection(arguments):
+        print(help_text())
+        return
+    loop, lines = read_loop(arguments)
+    words = check_inputs(loop)
+    loop = dataclasses.replace(loop, **ask(question(loop)))
+    plan = list(steps(loop))
+    check_commands(plan)
+    if loop.check:
+        for each in plan:
+            print(f"{each.name}: {shlex.join(command(loop, each))}")
+        return
+    stages = Stages(loop.output, loop.machine)
+    if loop.machine == 0:
+        stages.lock = take_lock(loop.output)
+        check_record(loop, words)
+        write_record(loop, words)
+        for line in lines:
+            say(line)
+    run(loop, plan, stages)
+
+
+def question(loop: Loop) -> Question:
+    """What the loop asks about this machine."""
+    names = [each.name for each in dataclasses.fields(Question)]
+    asked = {name: getattr(loop, name) for name in names if name in OWN}
+    has_lora = all("lora_rank" in loop.stages[stage] for stage in TRAININGS)
+    gpus = loop.of("match").tensor_parallel_size if "words" in loop.stages["match"] else None
+    return Question(**asked, lora=has_lora, match_gpus=gpus)
+
+
+def check_commands(plan: Iterable[Step]) -> None:
+    """Let each stage's own parser read its command, hours before the stage may begin."""
+    for each in plan:
+        if each.stage:
+            flags = parse_command(each.stage, each.words)
+            if each.stage == "rewards":
+                flags.check(flags.load_game())
+
+
+def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
+    """Run the steps up to the last one that the setting `until` wants."""
+    begin, last = time.monotonic(), last_place(loop)
+    for each in plan:
+        if each.place > last:
+            break
+        if each.processes is None and loop.machine > 0:
+            continue
+        try:
+            stages.run(each.name, command(loop, each), **threads(loop, each))
+        except StageFailed as error:
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: {error}\n")
+            if each.name != "report":  # without a report no results are lost
+                sys.exit(1)
+        if each.trained and loop.machine == 0:
+            delete_checkpoints(each.trained)
+    if loop.until:
+        say(f"stopped after {loop.until}, as the setting until says")
+    else:
+        say(f"finished in {(time.monotonic() - begin) / 60:.0f} min; everything is in {loop.output}")
+
+
+def command(loop: Loop, each: Step) -> list[str]:
+    """The command line of a step, by torchrun if it has several processes."""
+    words = [str(ROOT / each.program), *each.words]
+    if not is_launched(loop, each):
+        return [sys.executable, *words]
+    launcher = {
+        "nproc_per_node": each.processes,
+        "nnodes": loop.machines,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": loop.rendezvous,
+        "rdzv_id": f"{loop.rendezvous_id}-{each.name}",
+        "rdzv_conf": f"is_host={int(loop.machine == 0)},join_timeout=86400,read_timeout=86400",
+    }
+    return [sys.executable, "-m", "torch.distributed.run", *command_line(launcher), *words]
+
+
+def is_launched(loop: Loop, each: Step) -> bool:
+    return each.processes is not None and each.processes * loop.machines > 1
+
+
+def threads(loop: Loop, each: Step) -> dict[str, str]:
+    """torchrun would give each process one thread; under offload the optimizer needs more."""
+    if "OMP_NUM_THREADS" in os.environ or not is_launched(loop, each):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // each.processes))}
+
+
+def delete_checkpoints(folder: str) -> None:
+    for path in Path(folder).glob("checkpoint-*"):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {path} cannot be deleted and stays: {error}\n")
+
+
+def help_text() -> str:
+    """The settings of the loop itself, and the commands that show the flags of the stages."""
+    lines = [__doc__.strip(), "", "settings of the loop:"]
+    for name, own in OWN.items():
+        default = "needed" if own.default is dataclasses.MISSING else f"default: {own.default}"
+        lines.append(f"  {name:23}{own.metadata['help']} ({default})".replace(" (default: None)", ""))
+    lines += ["", "tables, and the command that shows the flags of each:"]
+    lines += [f"  {f'[{stage}]':23}python {program.path} --help" for stage, program in PROGRAMS.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_program(main)
