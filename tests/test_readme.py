@@ -13,7 +13,7 @@ import pytest
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, write_place
 
 from tools import assign_rewards, play_llm_game
-from tools.loop.settings import DEFAULTS_FILE, read_file
+from tools.loop.settings import expand, read_file
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
 from utils import read_json_or_jsonl, write_json
@@ -25,6 +25,7 @@ TEXTS = {
     if not any(part.startswith(".") or part in ("outputs", "runs") for part in path.relative_to(ROOT).parts)
 }
 TOP = TEXTS["README.md"]
+LOOP = "tools/run_spag.py"
 CALL = re.compile(r"(?:python3?|torchrun) (?:[^;&|#\n]*? )?(tools[./][\w./]+|train\.py)([^;&|#\n]*)")
 
 
@@ -65,7 +66,7 @@ def accepted_flags(program: str, *subcommand: str) -> set[str]:
     return set(re.findall(r"--\w+", printed.getvalue()))
 
 
-@pytest.mark.parametrize("program", sorted({program for program, _ in CALLS}))
+@pytest.mark.parametrize("program", sorted({program for program, _ in CALLS} - {LOOP}))
 def test_programs_accept_the_flags_they_are_given(program):
     for words in (words for name, words in CALLS if name == program):
         subcommand = [word for word in words[:1] if re.fullmatch("[a-z0-9]+", word)]
@@ -73,13 +74,27 @@ def test_programs_accept_the_flags_they_are_given(program):
         assert given <= accepted_flags(program, *subcommand), words
 
 
-def test_the_four_commands_are_there_and_the_loop_knows_the_settings_it_is_given():
+def test_the_four_commands_and_those_of_the_loop_are_there():
     assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"} <= dict(calls(TOP)).keys()
-    lines = re.findall(r"^tools/run_spag\.sh ([^;&|#\n]*)", "\n".join(map(commands, TEXTS.values())), re.MULTILINE)
-    words = {word for line in lines for word in shlex.split(line)} - {"...", "--help"}
-    names = {word.partition("=")[0] for word in words if "=" in word}
-    assert {"CONTROL", "LIKE", "OUTPUT"} <= names <= read_file(DEFAULTS_FILE).keys()
-    assert all((ROOT / word).is_file() for word in words if "=" not in word)
+    words = {word for program, words in calls(TOP) if program == LOOP for word in words}
+    assert {"configs/llama2_7b.toml", "configs/qwen3_4b.toml", "control=cloning", "like=outputs/first"} <= words
+
+
+@pytest.mark.parametrize("words", [words for program, words in CALLS if program == LOOP], ids=" ".join)
+def test_the_loop_knows_the_files_and_settings_it_is_given(words):
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            expand(name, value, split=True)
+        elif word != "--help":
+            assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_settings_files_can_be_read_as_they_are_written(name, tmp_path):
+    for text in blocks(TEXTS[name], "toml"):
+        (tmp_path / "settings.toml").write_text(text, encoding="utf-8")
+        assert read_file(tmp_path / "settings.toml")
 
 
 def shell_loop(python: str, **changes) -> str:
