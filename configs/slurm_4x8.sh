@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The loop on 4 machines of 8 GPUs under Slurm. Submit it from the project's folder: sbatch configs/slurm_4x8.sh
-# All machines must see that folder and OUTPUT. The same job submitted again, or requeued, continues where it was. It
+# All machines must see that folder and outputs/spag. The same job submitted again, or requeued, continues where it was. It
 # runs in the environment that is active when it is submitted, which needs all of requirements.txt.
 #SBATCH --job-name=spag
 #SBATCH --nodes=4
@@ -14,12 +14,12 @@
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
-# configs/llama2_7b.sh on all machines: 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
+# configs/llama2_7b.toml on all machines: 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
 endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
-settings=(configs/llama2_7b.sh OUTPUT=outputs/spag NPROC=8 "NNODES=$SLURM_NNODES" "RDZV_ENDPOINT=$endpoint"
-  "RDZV_ID=spag-$SLURM_JOB_ID")
+settings=(configs/llama2_7b.toml output=outputs/spag processes=8 "machines=$SLURM_NNODES" "rendezvous=$endpoint"
+  "rendezvous_id=spag-$SLURM_JOB_ID")
 
 # One task on each machine; if one fails, the others end too. Since Slurm 22.05, srun needs --cpus-per-task again.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-  bash -c 'exec tools/run_spag.sh "$@" NODE_RANK="$SLURM_NODEID"' spag "${settings[@]}"
+  bash -c 'exec python -m tools.run_spag "$@" machine="$SLURM_NODEID"' spag "${settings[@]}"
