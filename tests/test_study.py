@@ -1,32 +1,34 @@
 """Studies: what is kept of finished loops, tables over seeds, the script that runs all, stored results."""
 
+import contextlib
 import math
 import re
-import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, call
+from helpers import ROOT, call
 
 from tools.estimates import MEAN, markdown
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.matches.text import write_results
 from tools.reasoning.table import Score, score_rows
 from tools.selfplay.episodes import summary
-from tools.study import collect, table
+from tools.study import collect, preparations, table
+from tools.study import run as study
 from tools.study.table import holm, student
-from utils import read_json, write_json, write_records
+from utils import UserError, read_json, read_words, write_json, write_records, write_words
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
 TABOO = Taboo()
 MATCH = {"against": "imitation", "task_type": "sampling", "seeds": [0], "games_per_word": 1, "max_turns": 5}
 
 
-def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), **settings) -> Path:
+def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), settings: Mapping = {}) -> Path:
     """A finished loop. `wins` are the games of 100 that imitation and the models of two epochs win as attackers."""
-    settings |= {"SEED": str(seed), "OUTPUT": str(folder), "WORDS": f"{folder.parent}/words.txt"}
-    write_json(folder / "settings.json", {"settings": settings, "made_by": {"spag": "abc123"}})
+    settings = {"seed": seed, "output": str(folder), "words": f"{folder.parent}/words.txt", **settings}
+    write_json(folder / "settings.json", {"format": 2, "settings": settings, "made_by": {"spag": "abc123"}})
     folder.with_name(f"{folder.name}.finished").touch()
     for epoch, won in enumerate(wins[1:], start=1):
         name, place = f"epoch{epoch}", folder / f"epoch{epoch}"
@@ -68,7 +70,7 @@ def seeds(tmp_path) -> list[Path]:
     """The folders of two seeds, each with the arms released and detached."""
     for seed, released, detached in ((1, (50, 55, 60), (50, 60, 70)), (2, (52, 56, 64), (52, 62, 66))):
         make_loop(tmp_path / f"seed{seed}/released", seed, released)
-        make_loop(tmp_path / f"seed{seed}/detached", seed, detached, DETACH_KL="True")
+        make_loop(tmp_path / f"seed{seed}/detached", seed, detached, {"training.detach_kl": "True"})
     return [tmp_path / "seed1", tmp_path / "seed2"]
 
 
@@ -127,26 +129,44 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
     assert (by_hints["share among 40, 0 hints"], by_hints["games among 40, 0 hints"]) == ("-9.000", "20.000")
     assert "Belief on recorded games" not in shown
     assert shown["Reasoning benchmarks"]["released", "2", "2"]["PIQA"] == over_two(60, 64, ".2f")
-    arm = shown["Arms"]["detached", "DETACH_KL=True", "2"]
+    arm = shown["Arms"]["detached", "training.detach_kl=True", "2"]
     assert (arm["steps"], arm["rows"], arm["commits"]) == ("32", "2000", "abc123")
-    assert read_json(collected(seeds[0]))["arms"]["released"]["settings"]["WORDS"] == "{folder}/words.txt"
+    assert read_json(collected(seeds[0]))["arms"]["released"]["settings"]["words"] == "{folder}/words.txt"
     of_one = tables(table_of(collected(seeds[0])).output)["Reasoning benchmarks"]["released", "2", "1"]
     assert of_one["PIQA"] == of_one[MEAN] == "60.00 ± 5.00"
 
 
 def test_runs_of_an_arm_with_other_settings_are_refused_by_name(seeds):
-    first = collected(seeds[0])
-    make_loop(seeds[1] / "detached", 2, DETACH_KL="False")
-    assert "seed 2, detached: DETACH_KL: True then, False now" in table_of(first, collected(seeds[1]), status=2).errors
+    first, second = collected(seeds[0]), seeds[1] / "detached"
+    free = {"training.detach_kl": "True", "match.seeds": ["2"], "like": "x", "save_steps": "9", "epochs": 9}
+    make_loop(second, 2, settings=free)
+    table_of(first, collected(seeds[1]))
+    make_loop(second, 2, settings={"training.detach_kl": "False"})
+    refused = table_of(first, collected(seeds[1]), status=2).errors
+    assert "seed 2, detached: training.detach_kl: True then, False now" in refused
+    for name in ("match.words", "training.per_device_train_batch_size"):
+        make_loop(second, 2, settings={"training.detach_kl": "True", name: "other"})
+        assert f"{name}: None then, other now" in table_of(first, collected(seeds[1]), status=2).errors
     assert "two runs of released with seed 1" in table_of(first, first, status=2).errors
 
 
 def test_the_folder_of_a_loop_is_replaced_only_where_a_path_begins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = {"DECAY_WEIGHT": "0.8", "EVAL_WORDS": f"a={tmp_path}/a.txt b=./b.txt", "MODEL": f"x{tmp_path}/m"}
-    settings = collect.read_loop("arm", make_loop(Path("loop"), 1, **values))["arms"]["arm"]["settings"]
-    values |= {"EVAL_WORDS": "a={folder}/a.txt b={folder}/b.txt"}
-    assert settings == values | {"SEED": "1", "OUTPUT": "loop", "WORDS": "{folder}/words.txt"}
+    values = {"rewards.decay_weight": "0.8", "model": f"x{tmp_path}/m", "epochs": 3}
+    values |= {"match.words": [f"a={tmp_path}/a.txt", "b=./b.txt"], "rewards.shape": f"{ROOT}/shape.py:shape"}
+    settings = collect.read_loop("arm", make_loop(Path("loop"), 1, settings=values))["arms"]["arm"]["settings"]
+    values |= {"match.words": ["a={folder}/a.txt", "b={folder}/b.txt"], "rewards.shape": "shape.py:shape"}
+    assert settings == values | {"seed": 1, "output": "loop", "words": "{folder}/words.txt"}
+
+
+def test_a_loop_of_the_shell_script_still_has_a_table_and_another_folder_is_refused_in_one_line(tmp_path):
+    older, other = make_loop(tmp_path / "older", 1), make_loop(tmp_path / "other", 1)
+    settings = {"SEED": "1", "DETACH_KL": "True"}
+    write_json(older / "settings.json", {"settings": settings, "made_by": {"spag": "abc123"}})
+    write_json(other / "settings.json", {"settings": {"lm_kl_coeff": 0.1}, "finished": True})
+    assert collect.read_loop("older", older)["seed"] == 1
+    assert "## Arms" in table_of(f"older={older}").output
+    assert f"{other}: its settings.json" in table_of(f"other={other}", status=2).errors
 
 
 def test_loops_are_given_by_their_folders_too(seeds):
@@ -216,49 +236,170 @@ def test_differences_over_the_seeds_of_two_studies_are_the_ones_that_are_told(wo
     assert len(by_arm) == seeds and told in " ".join((ROOT / "data/RESULTS.md").read_text().split())
 
 
-# The script that runs a study. A stand-in for the loop notes its words and leaves what a loop leaves.
+# Studies. A stand-in for the loop notes its words and leaves what a loop leaves.
 
-LOOP = """#!/usr/bin/env bash
-for word; do case $word in OUTPUT=*) output=${word#*=} ;; esac; done
-printf '%s\\n' "$*" >>"$CALLS"
-[ -z "$FAIL" ] || case $output in *"$FAIL") exit 1 ;; esac
-mkdir -p "$output"
-cp -r "$LOOPS/$(basename "$output")/." "$output"
+LOOP = """import os, pathlib, shutil, sys
+output = pathlib.Path(next(word for word in sys.argv if word.startswith("output=")).partition("=")[2])
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+if os.environ["FAIL"] and str(output).endswith(os.environ["FAIL"]):
+    sys.exit(1)
+shutil.copytree(pathlib.Path(os.environ["LOOPS"], output.name), output, dirs_exist_ok=True)
 """
-ARMS = """before() { mkdir -p "$folder/data"; }
-after() { echo '{"shares": {"imitation": {"meet": 0.5}}}' >"$1/questions.json"; }
-all=(WORDS="a b" EVAL_SEEDS="$seed")
-arm released MODEL="$folder/base"
-arm sft CONTROL=sft
-table=(--primary points sft released)
+FUNCTIONS = """from pathlib import Path
+
+def prepare(folder, seed, settings):
+    Path(folder, "prepared").write_text(f"{seed} {settings['model']} {settings['training.lm_kl_coeff']}")
+
+def after(loop):
+    Path(loop, "questions.json").write_text('{"shares": {"imitation": {"meet": 0.5}}}')
+"""
+ARMS = """
+files = ["configs/tiny.toml"]
+prepare = "FUNCTIONS:prepare"
+after = "FUNCTIONS:after"
+primary = [["points", "sft", "released"]]
+
+[all]
+model = "{folder}/base"
+words = "a b"
+match.words = ["{folder}/a.txt", "{folder}/b c.txt"]
+match.seeds = ["{seed}"]
+
+[arms.released]
+
+[arms.sft]
+control = "sft"
+training.learning_rate = 1e-4
 """
 
 
-def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path):
-    script, out, calls = tmp_path / "tools/study/run_study.sh", tmp_path / "out", tmp_path / "calls"
-    script.parent.mkdir(parents=True)
-    script.write_text((ROOT / "tools/study/run_study.sh").read_text())
-    (tmp_path / "tools/run_spag.sh").write_text(LOOP)
-    (tmp_path / "tools/run_spag.sh").chmod(0o755)
-    (tmp_path / "arms.sh").write_text(ARMS)
+@pytest.fixture
+def arms(tmp_path) -> Path:
+    """A file of arms, and the file of its functions."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    path = tmp_path / "arms.toml"
+    path.write_text(ARMS.replace("FUNCTIONS", str(tmp_path / "functions.py")))
+    return path
+
+
+def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monkeypatch, arms):
+    script, out, calls = tmp_path / "stand_in.py", tmp_path / "out", tmp_path / "calls"
+    script.write_text(LOOP)
+    monkeypatch.setattr(study, "loop_command", lambda words: [sys.executable, str(script), *words])
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("LOOPS", str(tmp_path / "loops"))
     for arm in ("released", "sft"):
         make_loop(tmp_path / "loops" / arm, 1)
-    variables = {"CALLS": str(calls), "LOOPS": str(tmp_path / "loops"), "SEEDS": "0 2", "PYTHON": sys.executable}
+    flags = ["--output_dir", f"{out}/", "--seeds", 0, 2, "--jobs", 2, "--settings", "epochs=1"]  # as a shell has it
 
-    def run(fail: str = "") -> subprocess.CompletedProcess:
-        command = ["bash", script, tmp_path / "arms.sh", f"{out}/", "EPOCHS=1"]  # as a shell completes it
-        environment = ENVIRONMENT | variables | {"JOBS": "2", "FAIL": fail}
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-    failed = run(fail="seed2/sft")
-    assert failed.returncode != 0 and "seed 2 failed" in failed.stdout and not (out / "table.md").exists()
-    first = f"SEED=200 OUTPUT={out}/seed2/released EPOCHS=1 MODEL={out}/seed2/base"
-    assert f"WORDS=a b EVAL_SEEDS=2 {first}" in calls.read_text().splitlines()
-    like = f"SEED=0 OUTPUT={out}/seed0/sft LIKE={out}/seed0/released EPOCHS=1 CONTROL=sft"
-    assert f"WORDS=a b EVAL_SEEDS=0 {like}" in calls.read_text().splitlines()
+    monkeypatch.setenv("FAIL", "seed2/sft")
+    failed = call(study.main, arms, *flags, status=1).output
+    assert f"seed 2 failed; log: {out}/seed2/sft.log" in failed and not (out / "table.md").exists()
+    first = f"{ROOT}/configs/tiny.toml model={out}/seed2/base words=a b"
+    first += f" match.words={out}/seed2/a.txt '{out}/seed2/b c.txt' match.seeds=2"
+    lines = calls.read_text().splitlines()
+    assert f"{first} seed=200 output={out}/seed2/released epochs=1" in lines
+    like = f"seed=0 output={out}/seed0/sft like={out}/seed0/released epochs=1 control=sft training.learning_rate=1e-4"
+    assert [line for line in lines if line.endswith(like)]
     assert read_json(out / "seed2.json")["arms"].keys() == {"imitation", "released"}
-    again = run()
-    assert again.returncode == 0, again.stderr
-    assert [re.search(r"seed2/(\w+)", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
+    assert (out / "seed2/prepared").read_text() == f"2 {out}/seed2/base 0.2"
+
+    monkeypatch.setenv("FAIL", "")
+    again = call(study.main, arms, *flags).output
+    assert [re.search(r"seed2/(\w+) like", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
+    assert "seed 2: sft" in again and "released" not in again
     assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["Questions"] == {"meet": 0.5}
     assert "## Primary comparisons" in (out / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        ("1e-4", '"fast"', "[arms.sft]: [training] learning_rate"),
+        ("training.learning_rate", "training.learning_rat", "[arms.sft]: training.learning_rat: no flag of train.py"),
+        ('control = "sft"', 'like = "sft"', "[arms.sft]: like is 'sft'"),
+        ('"sft", "released"', '"sft", "typo"', "['points', 'sft', 'typo']"),
+        (":after", ":afte", ":afte"),
+        ("after =", "afte =", "afte is no key of a study; the nearest that exists: after"),
+        ('["configs/tiny.toml"]', '"configs/tiny.toml"', "files is 'configs/tiny.toml'; expected a list"),
+        ("[arms.", "[all.", "a study needs arms"),
+        ("[all]", "[all", "not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_arms_is_said_before_the_first_loop(arms, tmp_path, old, new, told):
+    arms.write_text(arms.read_text().replace(old, new))
+    errors = call(study.main, arms, "--output_dir", tmp_path / "out", status=2).errors
+    assert str(arms.parent) in errors and told in errors and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/arms").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_loop_accepts_the_settings_of_our_studies(path, tmp_path):
+    ours, place = study.read_study(str(path), []), tmp_path / "seed7"
+    for arm in ours.arms:
+        loop = study.settings_of(ours, arm, ["training.lm_kl_coeff=0.5"], 7, place)
+        assert (loop.seed, loop.output, loop.of("match").seeds) == (700, str(place / arm), [7])
+        assert "{" not in str([*loop.settings().values()]) and loop.of("training").lm_kl_coeff == 0.5
+
+
+def test_the_file_of_arms_in_the_readme_is_one(tmp_path):
+    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "tools/study/README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "arms.toml").write_text(shown)
+    assert list(study.read_study(str(tmp_path / "arms.toml"), []).arms) == ["released", "sft", "detached"]
+
+
+def test_an_arm_may_begin_like_another_than_the_first_one():
+    ours = study.read_study(str(ROOT / "configs/arms/qwen15.toml"), [])
+    likes = {"gate": None, "detached": "gate", "silent": "detached", "cloning": "gate", "sft": "detached"}
+    assert {arm: study.like_of(ours, arm) for arm in ours.arms} == likes
+    assert "like=x/detached" in study.loop_words(ours, "silent", 0, Path("x"), [])
+
+
+@pytest.mark.parametrize("right, breaches, opens", [(30, 10, True), (29, 10, False), (30, 11, False)])
+def test_the_gate_of_a_study_stops_a_seed_whose_model_cannot_play(tmp_path, monkeypatch, right, breaches, opens):
+    outcomes = {"defender wins": right, "attacker breaks the rules": breaches}
+    for arm in ("gate", "silent"):
+        summary = tmp_path / arm / "epoch1/episodes/imitation_sampling_words_summary.json"
+        write_json(summary, {"games": 100, "outcomes": outcomes})
+    preparations.gate(str(tmp_path / "silent"))
+    with contextlib.nullcontext() if opens else pytest.raises(UserError, match="cannot play well enough"):
+        preparations.gate(str(tmp_path / "gate"))
+    monkeypatch.setenv("RIGHT", "0")
+    monkeypatch.setenv("BREACHES", "1")
+    preparations.gate(str(tmp_path / "gate"))
+
+
+@pytest.fixture
+def programs(monkeypatch) -> list[str]:
+    """The command lines that a preparation would run."""
+    commands = []
+    monkeypatch.setattr(preparations, "run_python", lambda *words: commands.append(" ".join(map(str, words))))
+    return commands
+
+
+def test_words_of_a_study_leave_out_those_that_are_held_out(tmp_path, programs):
+    data, (first, second, third, *_) = tmp_path / "data", read_words(ROOT / "data/target_words.txt")
+    write_words(data / "held_out.txt", ["violin", first])
+    write_words(data / "played.txt", ["piano", second])
+    preparations.qwen15(str(tmp_path), 5, {"model": "a/model"})
+    words = read_words(data / "words.txt")
+    assert words[:3] == ["piano", second, third] and first not in words and len(words) == len(set(words))
+    (rows,) = (command for command in programs if "assign_rewards" in command)
+    assert "--tokenizer a/model" in rows and "--messages all" in rows
+    assert f"--rows {data}/imitation.json --number 500 --seed 5 --output {data}/anchor.json" in programs[-1]
+    write_words(data / "words.txt", ["piano"])
+    preparations.hints(str(tmp_path), 5, {})
+    assert read_words(tmp_path / "all_words.txt") == ["piano", "violin", first]
+
+
+def test_all_models_of_a_loop_are_asked_but_guesses_among_all_words_are_those_of_the_newest(tmp_path, programs):
+    loop = tmp_path / "released"
+    for folder in ("imitation", "epoch2", "epoch10"):
+        (loop / folder / "model").mkdir(parents=True)
+    (loop / "epoch11/episodes").mkdir(parents=True)
+    preparations.ask_questions(str(loop))
+    models = f"base={tmp_path}/base imitation={loop}/imitation/model epoch2={loop}/epoch2/model"
+    assert f"--models {models} epoch10={loop}/epoch10/model --output_dir {loop}" in programs[-1]
+    preparations.share_among_all(str(loop))
+    newest = f"--models epoch10={loop}/epoch10/model imitation={loop}/imitation/model --games"
+    assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")

@@ -4,7 +4,7 @@
 
     {"seed": 0, "arms": {ARM: {"settings": {...}, "made": {...}, "epochs": {"1": {TABLE: {COLUMN: value}}, ...}}}}
 
-"settings" are those of tools/run_spag.sh, in which {folder} stands for the folder of the seed; "made" has package
+"settings" are those of tools/run_spag.py, in which {folder} stands for the folder of the seed; "made" has package
 versions and this project's commit. A score on a benchmark is [percent, standard error]. The arms "base" and
 "imitation" are the models that all arms of a seed share; their epoch is "0".
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tools.matches.stats import BOTH
-from utils import ROOT, read_json, run_program, write_json
+from utils import ROOT, UserError, read_json, run_program, write_json
 
 BASE, IMITATION = "base", "imitation"
 # Tables. "Points against" is followed by the opponent's name.
@@ -31,17 +31,28 @@ TRAINED = ("steps", "rows")  # columns: optimizer steps and rows up to and inclu
 def read_loop(arm: str, loop: Path) -> dict:
     """The numbers of a loop in the form of a seed. In its settings {folder} stands for the folder that it is in."""
     record = read_json(loop / "settings.json")
-    settings = record["settings"]
-    for folder, name in ((loop.resolve().parent, "{folder}/"), (loop.parent, "{folder}/"), (ROOT, "")):
-        begins = re.compile(rf"(?<![^\s=]){re.escape(str(folder))}/")  # a value, or a word or a path in it
-        settings = {key: begins.sub(name, value) for key, value in settings.items()}
+    settings = record.get("settings", {})
+    seed = settings.get("seed", settings.get("SEED"))  # of loops before the one in Python
+    if seed is None:
+        raise UserError(f"{loop}: its settings.json is not that of a loop")
     by_model: dict[str, dict[str, dict]] = {}
     for model, table, columns in read_tables(loop):
         by_model.setdefault(model, {}).setdefault(table, {}).update(columns)
     arms = {name: {"epochs": {"0": by_model.pop(name)}} for name in (BASE, IMITATION) if name in by_model}
     epochs = {model.removeprefix("epoch"): tables for model, tables in by_model.items()}
-    arms[arm] = {"settings": settings, "made": record["made_by"], "epochs": epochs}
-    return {"seed": int(settings["SEED"]), "arms": arms}
+    placed = {name: without_place(value, loop) for name, value in settings.items()}
+    arms[arm] = {"settings": placed, "made": record["made_by"], "epochs": epochs}
+    return {"seed": int(seed), "arms": arms}
+
+
+def without_place(value, loop: Path):
+    """A value of a setting in which paths do not tell where the folder of the seed is, or this project."""
+    if isinstance(value, list):
+        return [without_place(each, loop) for each in value]
+    if isinstance(value, str):
+        for folder, name in ((loop.resolve().parent, "{folder}/"), (loop.parent, "{folder}/"), (ROOT, "")):
+            value = re.sub(rf"(?<![^\s=]){re.escape(str(folder))}/", name, value)  # where a word or a path begins
+    return value
 
 
 def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
@@ -97,16 +108,21 @@ def points(results: Sequence[Mapping], player: str, opponent: str) -> dict[str, 
     return columns | {f"own breaches as {role}": row["breach_losses"] / row["games"] for role, row in roles.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of a seed, as tools/study/run_study.sh leaves it")
-    folder, arms = parser.parse_args().folder, {}
+def collect(folder: Path) -> None:
+    """Write the numbers of the finished loops in the folder of a seed to FOLDER.json."""
+    arms: dict[str, dict] = {}
     for mark in sorted(folder.glob("*.finished"), key=lambda path: path.stat().st_mtime):
         for name, arm in read_loop(mark.stem, folder / mark.stem)["arms"].items():
             epochs = arms.setdefault(name, arm)["epochs"]
             for epoch, tables in arm["epochs"].items():  # of base and imitation several loops have tables
                 epochs[epoch] = tables | epochs.get(epoch, {})
     write_json(folder.with_suffix(".json"), {"seed": int(folder.name.removeprefix("seed")), "arms": arms})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of a seed, as tools/study/run.py leaves it")
+    collect(parser.parse_args().folder)
 
 
 if __name__ == "__main__":

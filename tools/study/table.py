@@ -17,6 +17,7 @@ from scipy import stats
 
 from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
+from tools.loop.settings import FREE
 from tools.study import collect
 from tools.study.collect import (
     BASE,
@@ -31,8 +32,11 @@ from tools.study.collect import (
 )
 from utils import UserError, differences, read_json, run_program
 
-# Settings of tools/run_spag.sh in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
-RUNS_DIFFER_IN = set(
+# Keys of settings in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
+RUNS_DIFFER_IN = FREE | {"seed", "seeds", "like", "imitation_model", "first_episodes", "tasks"}
+RUNS_DIFFER_IN -= {"per_device_train_batch_size"}  # over these rows a loss is averaged
+# Of finished studies, whose loop was a shell script.
+RUNS_DIFFER_IN |= set(
     "SEED EVAL_SEEDS OUTPUT LIKE IMITATION_MODEL FIRST_EPISODES EPOCHS UNTIL EVAL_EVERY EVAL_TASKS REPORT SAVE_STEPS "
     "NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID PLAY_BATCH TENSOR_PARALLEL_SIZE GRADIENT_CHECKPOINTING "
     "DEEPSPEED".split()
@@ -63,12 +67,16 @@ def read_results(names: Sequence[str | Path]) -> list[dict]:
     return sorted(results, key=lambda result: result["seed"])
 
 
+def may_differ(name: str) -> bool:
+    return name.rpartition(".")[2] in RUNS_DIFFER_IN
+
+
 def refuse_mixed(results: Sequence[dict]) -> None:
     """Raise UserError for two runs of an arm with the same seed, or with other settings."""
     first, runs = {}, set()
     of_all = [(result["seed"], *item) for result in results for item in result["arms"].items()]
     for seed, arm, run in of_all:
-        settings = {key: value for key, value in run.get("settings", {}).items() if key not in RUNS_DIFFER_IN}
+        settings = {name: value for name, value in run.get("settings", {}).items() if not may_differ(name)}
         if different := differences(first.setdefault(arm, settings), settings):
             raise UserError(f"seed {seed}, {arm}: {'; '.join(different)}; do not mix these runs")
         if settings and (seed, arm) in runs:
@@ -152,8 +160,8 @@ def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
     for arm, lines in frame[frame.table == TRAINING].groupby("arm", sort=False):
         runs = [result["arms"][arm] for result in results if arm in result["arms"]]
         first = first or runs[0]["settings"]
-        changed = sorted(runs[0]["settings"].items() - first.items())
-        settings = "; ".join(f"{name}={value}" for name, value in changed if value and name not in RUNS_DIFFER_IN)
+        own = {name: value for name, value in sorted(runs[0]["settings"].items()) if value != first.get(name)}
+        settings = "; ".join(f"{name}={value}" for name, value in own.items() if value and not may_differ(name))
         trained = lines[lines.epoch == lines.epoch.max()].groupby("column").value.mean()
         commits = ", ".join(sorted({run["made"].get("spag", UNKNOWN)[:9] for run in runs}))
         yield [arm, settings, len(runs), lines.epoch.max(), *(f"{trained[name]:.0f}" for name in TRAINED), commits]

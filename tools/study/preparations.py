@@ -1,0 +1,113 @@
+"""The functions of our studies, configs/arms/: what a study calls before the loops of a seed and after each of them.
+
+    python -m tools.study.preparations tools.study.preparations:tiny '{"folder": ..., "seed": 0, "settings": {}}'
+
+is how tools/study/run.py calls such a function. One that `prepare` names takes the folder of a seed, the seed, and the
+settings of the first arm by name; one that `after` names takes the folder of a loop.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.games.game import load_member
+from utils import ROOT, UserError, read_json, read_words, run_program, run_python, write_words
+
+ENGLISH = ROOT / "data" / "english"
+
+
+# Of the embedded world.
+
+
+def tiny(folder: str, seed: int, settings: dict) -> None:
+    """Make the world: its base model, words, rows and games."""
+    run_python("-m", "tools.tiny.build", "--output_dir", folder, "--seed", seed)
+
+
+def ask_questions(loop: str) -> None:
+    """Ask all models of a loop questions outside the game."""
+    seed = Path(loop).parent
+    models = [f"base={seed}/base", f"imitation={seed}/released/imitation/model", *newer_models(loop)]
+    run_python("-m", "tools.tiny.questions", "--models", *models, "--output_dir", loop)
+
+
+def hints(folder: str, seed: int, settings: dict) -> None:
+    """Make the world, and the list of all its words."""
+    tiny(folder, seed, settings)
+    data = Path(folder, "data")
+    write_words(Path(folder, "all_words.txt"), read_words(data / "words.txt") + read_words(data / "held_out.txt"))
+
+
+def share_among_all(loop: str) -> None:
+    """Measure the guesses of a loop's newest model, and of its imitation, among all words but forms of others."""
+    seed, imitation = Path(loop).parent, Path(loop, "imitation", "model")
+    models = [*newer_models(loop)][-1:]
+    if imitation.is_dir():
+        models.append(f"imitation={imitation}")
+    words = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
+    words += ["--prompt_templates", ROOT / "data/tiny/prompts.json", "--candidates", seed / "all_words.txt"]
+    run_python("-m", "tools.evaluate_belief", *words, "--output_dir", Path(loop, "belief_all"))
+
+
+def newer_models(loop: str) -> Iterator[str]:
+    """The models of the epochs, NAME=FOLDER."""
+    for epoch in sorted(Path(loop).glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch"))):
+        if (epoch / "model").is_dir():
+            yield f"{epoch.name}={epoch / 'model'}"
+
+
+# Of models that play in English.
+
+
+def english(folder: str, seed: int, settings: dict) -> None:
+    """Draw 300 rows of imitation, which are SFT rows."""
+    repeat(settings["imitation.train_data_path"], 300, seed, Path(folder, "anchor.json"))
+
+
+def qwen15(folder: str, seed: int, settings: dict) -> None:
+    """Make rows of all messages of this project's games, 500 of them as SFT rows, and the words of play."""
+    data = Path(folder, "data")
+    run_python("-m", "tools.prepare_data", "imitation", "--output_dir", data)
+    plain = ["--output_dir", data / "plain", "--games", ENGLISH / "plain_games.jsonl"]
+    run_python("-m", "tools.prepare_data", "imitation", *plain)
+    words = ["--messages", "all", "--training_prompt", "play", "--chat_template", True]
+    words += ["--tokenizer", settings["model"], "--prompt_templates", ENGLISH / "prompts.json"]
+    words += ["--input_data_path", data / "games.jsonl", data / "plain/games.jsonl"]
+    run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
+    repeat(data / "imitation.json", 500, seed, data / "anchor.json")
+    held_out = set(read_words(data / "held_out.txt"))
+    others = [word for word in read_words(ROOT / "data/target_words.txt") if word not in held_out]
+    write_words(data / "words.txt", dict.fromkeys(read_words(data / "played.txt") + others))
+
+
+def repeat(rows: str | Path, number: int, seed: int, output: Path) -> None:
+    """Make a file of so many rows of imitation: repeated ones, or a drawn part."""
+    words = ["--rows", rows, "--number", number, "--seed", seed, "--output", output]
+    run_python("-m", "tools.controls", "repeat", *words)
+
+
+def gate(loop: str) -> None:
+    """Raise UserError if the arm called gate names the word too seldom or breaks the rules too often in epoch 1.
+
+    RIGHT and BREACHES in the environment are other shares of its games than 0.3 and 0.1.
+    """
+    if Path(loop).name != "gate":
+        return
+    (summary,) = Path(loop).glob("epoch1/episodes/*_summary.json")
+    games = read_json(summary)
+    names = ("defender wins", "attacker breaks the rules")
+    right, breaches = (games["outcomes"][name] / games["games"] for name in names)
+    print(f"gate: right guesses {right:.0%}, broken rules {breaches:.0%}")
+    if right < float(os.environ.get("RIGHT", 0.3)) or breaches > float(os.environ.get("BREACHES", 0.1)):
+        raise UserError("the model cannot play well enough; the study stops here")
+
+
+def main() -> None:
+    function, arguments = sys.argv[1:]
+    load_member(function)(**json.loads(arguments))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,204 @@
+"""A study: the arms of a file, each a loop of tools/run_spag.py, for several seeds.
+
+    python -m tools.study.run configs/arms/tiny.toml --output_dir outputs/tiny_study --seeds 20 21 22 --jobs 2
+
+What is finished is kept; the same command continues. After each arm OUTPUT_DIR/seedN.json holds the numbers of the
+seed, at the end OUTPUT_DIR/table.md those of all. tools/study/README.md says what a file of arms holds.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, get_origin
+
+from tools.flags import build_parser, check_values, flag
+from tools.games.game import load_member
+from tools.loop.settings import PROGRAMS, Loop, nearest, read_loop, saying
+from tools.loop.stages import environment, say
+from tools.study import collect, table
+from utils import ROOT, UserError, read_text, run_program, told, write_text
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
+
+
+@dataclass(kw_only=True)
+class Flags:
+    output_dir: str = flag("folder of all results")
+    seeds: list[int] = flag("seeds of the study; the loops of seed N have the seed 100 x N", default=[0], unique=int)
+    jobs: int = flag("seeds that run at once, with a thread each", default=1, at_least=1)
+    settings: list[str] = flag(
+        "settings of every loop; they count more than [all], and less than those of an arm",
+        default=[],
+        metavar="KEY=VALUE",
+    )
+
+
+# The file of arms.
+
+
+@dataclass(kw_only=True)
+class Study:
+    """What a file of arms holds."""
+
+    arms: dict[str, dict]  # settings by arm
+    all: dict = field(default_factory=dict)  # settings of every arm
+    files: list[str] = field(default_factory=list)  # files of settings, which come before [all]
+    prepare: str = ""  # a function that makes what the loops of a seed need
+    after: str = ""  # a function that is called when a loop has ended
+    primary: list[list[str]] = field(default_factory=list)  # comparisons, as tools/study/table.py has them
+    minus: list[list[str]] = field(default_factory=list)
+
+
+def read_study(path: str, settings: Sequence[str]) -> Study:
+    """Read a file of arms. UserError for what is wrong in it, also in the last arm, which may be days away."""
+    with told(f"{path}: not TOML", tomllib.TOMLDecodeError):
+        tree = tomllib.loads(read_text(path), parse_float=str)
+    kinds = {each.name: get_origin(each.type) or each.type for each in fields(Study)}
+    for key, value in tree.items():
+        if key not in kinds:
+            raise UserError(f"{path}: {key} is no key of a study{nearest(key, kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise UserError(f"{path}: {key} is {value!r}; expected a {kinds[key].__name__}")
+    study = Study(**{"arms": {}} | tree)
+    if not study.arms or not all(isinstance(settings, dict) for settings in study.arms.values()):
+        raise UserError(f"{path}: a study needs arms, which are tables such as [arms.released]")
+    for comparison in study.primary + study.minus:
+        if len(comparison) != 3 or not {*comparison[1:]} <= {*study.arms, collect.BASE, collect.IMITATION}:
+            raise UserError(f"{path}: {comparison}: expected [MEASURE, ARM, OTHER]; base and imitation are arms too")
+    for arm in study.arms:
+        with saying(f"{path}: [arms.{arm}]: "):
+            settings_of(study, arm, settings)
+    for function in filter(None, (study.prepare, study.after)):
+        load_member(function)
+    return study
+
+
+def settings_of(study: Study, arm: str, settings: Sequence[str], seed: int = 0, folder: Path = Path()) -> Loop:
+    """The settings of an arm, before what it takes over from its run `like`. UserError if the loop refuses them."""
+    words = loop_words(study, arm, seed, folder, settings)
+    if like := like_of(study, arm):
+        words = [*loop_words(study, like, seed, folder, settings), *words]
+    loop, _ = read_loop(word for word in words if not word.startswith("like="))
+    for stage in PROGRAMS:
+        loop.of(stage)  # reads the values
+    return loop
+
+
+def like_of(study: Study, arm: str) -> str | None:
+    """The arm that an arm begins like: the first one, unless it says another one. None for the first one."""
+    first, *_ = before = list(study.arms)
+    like = study.arms[arm].get("like", None if arm == first else first)
+    if like and like not in before[: before.index(arm)]:
+        raise UserError(f"like is {like!r}; expected an arm above it")
+    return like
+
+
+def loop_words(study: Study, arm: str, seed: int, folder: Path, settings: Sequence[str]) -> list[str]:
+    """The command line of the loop of an arm; what comes later counts more."""
+    own = {key: value for key, value in study.arms[arm].items() if key != "like"}
+    names = {"{seed}": str(seed), "{folder}": str(folder)}
+    words = [str(ROOT / name) for name in study.files]
+    words += [*words_of(study.all, names), f"seed={100 * seed}", f"output={folder / arm}"]
+    if like := like_of(study, arm):
+        words.append(f"like={folder / like}")
+    return [*words, *settings, *words_of(own, names)]
+
+
+def words_of(settings: Mapping[str, Any], names: Mapping[str, str], before: str = "") -> Iterator[str]:
+    """Settings of TOML as words, KEY=VALUE, with `names` replaced. The keys of a table in them get dots."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from words_of(value, names, f"{before}{key}.")
+        elif isinstance(value, list):
+            yield f"{before}{key}={shlex.join(replaced(each, names) for each in value)}"
+        else:
+            yield f"{before}{key}={replaced(value, names)}"
+
+
+def replaced(value: Any, names: Mapping[str, str]) -> str:
+    text = str(value)
+    for name, its_value in names.items():
+        text = text.replace(name, its_value)
+    return text
+
+
+# The loops.
+
+
+def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> None:
+    """Run the arms that have not ended with these settings. UserError for one that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if study.prepare:
+        of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
+        run(function_command(study.prepare, folder=str(folder), seed=seed, settings=of_first), folder / "prepare.log")
+    for arm in study.arms:
+        words = loop_words(study, arm, seed, folder, settings)
+        mark, log = folder / f"{arm}.finished", folder / f"{arm}.log"
+        if mark.is_file() and read_text(mark) == f"{shlex.join(words)}\n":
+            continue
+        say(f"seed {seed}: {arm}")
+        run(loop_command(words), log)
+        if study.after:
+            run(function_command(study.after, loop=str(folder / arm)), log)
+        write_text(mark, f"{shlex.join(words)}\n")
+        collect.collect(folder)
+
+
+def loop_command(words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "tools.run_spag", *words]
+
+
+def function_command(function: str, **arguments) -> list[str]:
+    """A process of its own has an output of its own, which goes to a log."""
+    return [sys.executable, "-m", "tools.study.preparations", function, json.dumps(arguments)]
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0."""
+    with open(log, "ab") as file:
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode
+    if status:
+        raise UserError(f"log: {log}")
+
+
+def has_ended(study: Study, settings: Sequence[str], output: Path, seed: int) -> bool:
+    """Run a seed to its end. If it fails, this is said, and the other seeds go on."""
+    try:
+        run_seed(study, settings, output / f"seed{seed}", seed)
+    except (UserError, OSError) as error:
+        say(f"seed {seed} failed; {error}")
+        return False
+    return True
+
+
+def main() -> None:
+    parser = build_parser(Flags, description=__doc__)
+    parser.add_argument("arms", help="file of arms, such as configs/arms/tiny.toml")
+    given = vars(parser.parse_args())
+    arms = given.pop("arms")
+    flags = Flags(**given)
+    check_values(flags)
+    study, output = read_study(arms, flags.settings), Path(flags.output_dir)
+    os.environ.update(environment() | ONE_THREAD)
+    pool = ThreadPoolExecutor(flags.jobs)
+    try:
+        ended = list(pool.map(partial(has_ended, study, flags.settings, output), flags.seeds))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no further seed begins
+    if not all(ended):
+        sys.exit(1)
+    results = table.read_results(sorted(output.glob("seed*.json")))
+    write_text(output / "table.md", table.tables(results, study.primary, study.minus))
+    say(f"finished; tables are in {output / 'table.md'}")
+
+
+if __name__ == "__main__":
+    run_program(main, kept="what is finished is kept; the same command continues")
