@@ -538,7 +538,7 @@ def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp
     same = {"imitation.learning_rate": "5E-06", "imitation.max_grad_norm": "1.00"}  # its default
     assert start(**same) == before | same
     free = {"processes": 2, "save_strategy": "no", "epochs": 5, "match.seeds": "0 1", "training.lm_kl_coeff": ".5"}
-    start(**free)  # training has not begun
+    start(**free, max_words=2)  # neither training nor play has begun
     write_json(tmp_path / "out/epoch1/model/train_results.json", {})
     assert "training.lm_kl_coeff: .5 then, 0.2 now" in start(status=2)
 

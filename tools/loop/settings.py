@@ -172,6 +172,15 @@ RESULTS = {
     "rewards": ["epoch*/rows/rows.json"],
     "training": ["epoch*/model/*"],
 }
+# Settings of the loop itself that a stage uses first; all others count as soon as any stage has begun.
+USED_FIRST_BY = {
+    "words": "play",
+    "max_words": "play",
+    "games_per_word": "play",
+    "first_episodes": "rewards",
+    "control": "rewards",
+    "like": "rewards",
+}
 # A run that is `like` another keeps nothing of it if one of these differs.
 FOUNDATION = ("model", "play.game", "play.game_options", "play.prompt_templates", "play.chat_template")
 OF_EPISODES = ("words", "max_words", "games_per_word")
@@ -490,14 +499,21 @@ def check_record(loop: Loop, words: list[str]) -> None:
     then, now = read_record(folder), json.loads(json.dumps(loop.settings()))
     outputs = [str(Path(output)) for output in (then["output"], loop.output)]
     then, now = without_output(then, outputs), without_output(now, outputs)
-    used = [name for name in {**then, **now} if "." not in name or name.partition(".")[0] in begun]
-    if different := [name for name in used if not is_free(name) and differs(name, then, now)]:
+    used = [name for name in {**then, **now} if is_used(name, begun) and not is_free(name)]
+    if different := [name for name in used if differs(name, then, now)]:
         phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
         way = f"take another output, or delete {path} if no finished stage used them"
         raise UserError(f"{path}: made with other settings ({phrases}); {way}")
     if "play" in begun and list_of_words.is_file() and utils.read_words(list_of_words) != words:
         way = f"put the list back, or delete the folders episodes in {folder}"
         raise UserError(f"words={loop.words}: {list_of_words} has other words, with which games were played; {way}")
+
+
+def is_used(name: str, begun: Iterable[str]) -> bool:
+    """Whether a setting counts when these stages have begun."""
+    table, dot, _ = name.partition(".")
+    stage = table if dot else USED_FIRST_BY.get(name)
+    return stage is None or stage in begun
 
 
 def without_output(settings: Settings, outputs: Iterable[str]) -> Settings:
