@@ -85,8 +85,7 @@ def commands(inputs, monkeypatch):
 
     def commands(changes: dict, **more) -> dict[str, list[str]]:
         printed = call(run_spag.main, *words_of(inputs | changes | more), "check=true").output
-        assert not Path((inputs | changes)["output"], "settings.json").exists() or "like" in changes
-        by_stage = dict(line.split(": ", 1) for line in printed.splitlines())
+        by_stage = dict(line.split(": ", 1) for line in printed.splitlines() if not line.startswith("["))
         return {stage: shlex.split(line)[1:] for stage, line in by_stage.items()}
 
     return commands
@@ -361,6 +360,16 @@ def test_a_failing_stage_shows_its_own_error_and_names_its_log(tmp_path):
     assert str(tmp_path / "logs/epoch1_play.log") in last
     lines = finish(start_stage(tmp_path, "seq 50; exit 1"), status=2).splitlines()
     assert lines[1:-1] == [str(number) for number in range(31, 51)]
+
+
+def test_of_torchruns_lines_only_the_exit_status_is_shown(tmp_path):
+    of_torchrun = "E1128 05:00:00.000000 77 torch/distributed/elastic/multiprocessing/api.py:984] "
+    script = f"seq 5; echo 'RuntimeError: out of memory'; echo '{of_torchrun}failed (exitcode: -9) local_rank: 1'"
+    script += f"; for n in $(seq 40); do echo '{of_torchrun}more'; done; exit 1"
+    lines = finish(start_stage(tmp_path, script), status=2).splitlines()
+    assert lines[1:6] == list("12345") and lines[6] == "RuntimeError: out of memory"
+    assert lines[7].endswith("failed (exitcode: -9) local_rank: 1") and len(lines) == 9
+    assert "epoch1_play was ended by SIGKILL" in finish(start_stage(tmp_path, "kill -9 $$"), status=2)
 
 
 def wait_for_sleep(process: subprocess.Popen) -> psutil.Process:

@@ -238,11 +238,10 @@ def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkey
     names = ("rewards.sft_data_path", "words", "prompt_templates", "first_episodes", "belief.games")
     missing = {name: f"{name}.json" for name in names}
     missing |= {"match.words": "e=E1 E2", "imitation.train_data_path": "I1 I2"}
-    errors = start(status=2, **missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    errors = start("lora_rank=4", "reasoning.tasks=PIQA", status=2, **missing)
     wanted = [f"{name}.json" for name in names] + ["E1", "E2", "I1", "I2"]
     assert len(errors.splitlines()) == 1 and [name for name in wanted if f"{name}: no" not in errors] == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    errors = start("lora_rank=4", "reasoning.tasks=PIQA", status=2)
     assert "peft is missing: pip install" in errors and "lm_eval is missing: pip install lm-eval" in errors
 
 

@@ -237,17 +237,19 @@ def main() -> None:
     loop = dataclasses.replace(loop, **ask(question(loop)))
     plan = list(steps(loop))
     check_commands(plan)
+    stages = Stages(loop.output, loop.machine)
+    if loop.machine == 0 and not loop.check:
+        stages.lock = take_lock(loop.output)
+    if loop.machine == 0:
+        check_record(loop, words)
+    for line in lines:
+        say(line)
     if loop.check:
         for each in plan:
             print(f"{each.name}: {shlex.join(command(loop, each))}")
         return
-    stages = Stages(loop.output, loop.machine)
     if loop.machine == 0:
-        stages.lock = take_lock(loop.output)
-        check_record(loop, words)
         write_record(loop, words)
-        for line in lines:
-            say(line)
     run(loop, plan, stages)
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import utils
@@ -28,8 +28,7 @@ def check_inputs(loop: Loop) -> list[str]:
     tables = {stage: loop.of(stage) for stage in PROGRAMS}
     play, rewards, training = tables["play"], tables["rewards"], tables["training"]
     check_limits(loop)
-    check_files(loop, tables)
-    check_packages(loop)
+    check_there(loop, tables)
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
     check_rows(loop, play, rewards, training)
     check_control(loop, rewards)
@@ -62,38 +61,41 @@ def last_place(loop: Loop) -> Place:
     return int(place[1]), PHASES.index(place[2])
 
 
-def check_files(loop: Loop, tables: dict[str, Namespace]) -> None:
-    """Raise one UserError for all files that are missing, those of stages that may be hours away too."""
+def check_there(loop: Loop, tables: dict[str, Namespace]) -> None:
+    """Raise one UserError for all files and packages that are missing, those of stages that may be hours away too."""
+    if errors := [*missing_files(loop, tables), *missing_packages(loop)]:
+        raise UserError("; ".join(errors))
+
+
+def missing_files(loop: Loop, tables: dict[str, Namespace]) -> Iterator[str]:
     paths = [loop.words, loop.first_episodes, tables["play"].prompt_templates, tables["belief"].games]
     paths += [path for _, path in tables["match"].words or ()]
-    errors = [f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}" for path in paths if is_missing(path)]
+    for path in filter(is_missing, paths):
+        yield f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}"
     rows = [tables["rewards"].sft_data_path]
     rows += [] if loop.imitation_model else tables["imitation"].train_data_path or []
     for path in filter(is_missing, rows):
         try:
             utils.data_folder(path)  # of the hub
         except UserError as error:
-            errors.append(str(error))
-    if errors:
-        raise UserError("; ".join(errors))
+            yield str(error)
 
 
 def is_missing(path: str | None) -> bool:
     return path is not None and not os.path.exists(path)
 
 
-def check_packages(loop: Loop) -> None:
-    needed = {"peft": ("peft>=0.21,<0.22", any("lora_rank" in loop.stages[stage] for stage in TRAININGS))}
-    needed["lm_eval"] = ("lm-eval==0.4.13", "tasks" in loop.stages["reasoning"])
-    errors = []
-    for module, (requirement, is_needed) in needed.items():
+def missing_packages(loop: Loop) -> Iterator[str]:
+    needed = []
+    if any("lora_rank" in loop.stages[stage] for stage in TRAININGS):
+        needed.append(("peft", "peft>=0.21,<0.22"))
+    if "tasks" in loop.stages["reasoning"] and "lm_eval" not in loop.stages["reasoning"]:
+        needed.append(("lm_eval", "lm-eval==0.4.13"))
+    for module, requirement in needed:
         try:
-            if is_needed:
-                utils.require(module, requirement)
+            utils.require(module, requirement)
         except UserError as error:
-            errors.append(str(error))
-    if errors:
-        raise UserError("; ".join(errors))
+            yield str(error)
 
 
 def check_rows(loop: Loop, play: Namespace, rewards: Namespace, training: Namespace) -> None:

@@ -28,6 +28,7 @@ TERMINATED = 143  # exit status after the others than Ctrl-C
 GRACE = 7  # seconds that the processes of a stage have to end by themselves
 ERROR = re.compile(r"^\w+\.py: error: ")  # of our programs; torchrun writes forty lines more
 BAR = re.compile(r"^.*\d%\|[^]]*\](\x1b\[A)*")
+TORCHRUN = "torch/distributed/elastic"  # in what torchrun itself logs
 TAIL = 20  # lines of a failed stage that are shown if none of them is an error of ours
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,9 @@ class Stages:
         status = self._wait(child, log, name)
         lines = new_lines(log, size)
         if status:
-            show_failure(lines)
-            raise StageFailed(f"{name} failed; its log: {log}")
+            print("\n".join(why_it_failed(lines)), file=sys.stderr, flush=True)
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
+            raise StageFailed(f"{name} {how}; its log: {log}")
         warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
         for warning in sorted(warnings):
             print(f"WARNING: {warning}")
@@ -155,9 +157,18 @@ def new_lines(log: Path, size: int) -> list[str]:
     return [line for line in lines if line.strip() and "%|" not in line]
 
 
-def show_failure(lines: list[str]) -> None:
-    errors = sorted({line for line in lines if ERROR.match(line)})
-    print("\n".join(errors or lines[-TAIL:]), file=sys.stderr, flush=True)
+def why_it_failed(lines: list[str]) -> list[str]:
+    """Of the lines of a program that failed: its own error, else its last lines, without the forty of torchrun.
+
+    Of torchrun's lines the one stays that tells the exit status of the process: -9 where memory was short.
+    """
+    if errors := sorted({line for line in lines if ERROR.match(line)}):
+        return errors
+    of_torchrun = [number for number, line in enumerate(lines) if TORCHRUN in line]
+    if not of_torchrun:
+        return lines[-TAIL:]
+    statuses = [lines[number] for number in of_torchrun if "exitcode" in lines[number]]
+    return lines[: of_torchrun[0]][-TAIL:] + statuses[:1]
 
 
 @contextlib.contextmanager
