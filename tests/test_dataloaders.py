@@ -19,7 +19,7 @@ import dataloaders
 import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
 from tools.games.chat import ChatTemplate
-from tools.loop.settings import check_sft_data
+from tools.loop.inputs import check_sft_rows
 from tools.selfplay.rows import read_sft_rows
 
 RECORDED = load_golden("collator.json")
@@ -357,7 +357,7 @@ BAD_ROWS = [None, [1], {"query": "a"}, {"messages": "a"}, *({"messages": [reply]
 def test_sft_rows_in_another_format_are_named_in_training_rewards_and_the_loops_start(tmp_path, tiny_model, row):
     path = write_rows(tmp_path / "bad.jsonl", [*ROWS, row])
     for read in (lambda: load_rows([path], build_tokenizer()), lambda: read_sft_rows(path),
-                 lambda: check_sft_data({"SFT_DATA": path, "MODEL": tiny_model})):  # fmt: skip
+                 lambda: check_sft_rows(tiny_model, path, False)):  # fmt: skip
         with pytest.raises(utils.UserError, match=r"bad\.jsonl: row 4: (not a JSON|a message needs|a row needs)"):
             read()
 

@@ -32,7 +32,7 @@ def check_inputs(loop: Loop) -> list[str]:
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
     check_rows(loop, play, rewards, training)
     check_control(loop, rewards)
-    check_sft_rows(loop, rewards.sft_data_path, play.trust_remote_code)
+    check_sft_rows(loop.model, rewards.sft_data_path, play.trust_remote_code)
     check_layout(loop, play, game)
     for _, path in tables["match"].words or ():
         utils.read_words(path, game.check_task)
@@ -128,7 +128,7 @@ def check_control(loop: Loop, rewards: Namespace) -> None:
         raise UserError(f"control={loop.control}: like={loop.like} has {have}, epochs is {loop.epochs}")
 
 
-def check_sft_rows(loop: Loop, path: str | None, trust_remote_code: bool) -> None:
+def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> None:
     """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
 
     What a template says of a single row, training finds.
@@ -136,8 +136,8 @@ def check_sft_rows(loop: Loop, path: str | None, trust_remote_code: bool) -> Non
     conversations = utils.read_records(path, utils.row_messages) if path else []
     if not any(conversations):
         return
-    if not utils.load_tokenizer(loop.model, trust_remote_code=trust_remote_code).chat_template:
-        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {loop.model} has none")
+    if not utils.load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
+        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 
 def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
