@@ -15,6 +15,7 @@ import torch
 from conftest import build_tokenizer, load_chat_template
 from helpers import ROOT, call, words_of
 
+from arguments import build_parser
 from tools import run_spag
 from tools.games import load_game
 from tools.games.chat import ChatTemplate
@@ -130,8 +131,6 @@ def test_help_shows_every_setting_of_the_loop_and_how_to_see_the_flags_and_impor
 
 
 def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
-    from arguments import build_parser
-
     assert flags_of("training").keys() == {action.dest for action in build_parser()._actions} - {"help"}
     for stage, program in PROGRAMS.items():
         assert program.set_by_loop <= flags_of(stage).keys()
@@ -380,6 +379,22 @@ def test_like_takes_the_settings_of_another_run_but_not_its_machine_and_how_far_
 )
 def test_a_change_makes_anew_what_depends_on_it(run, change, expected):
     assert kept(run, change) == expected
+
+
+def test_a_run_that_has_begun_to_play_epoch_1_keeps_its_own_games(run, tmp_path):
+    (tmp_path / "mine/epoch1/episodes").mkdir(parents=True)
+    (tmp_path / "mine/epoch1/episodes/imitation_sampling_words_rank0.jsonl").touch()
+    assert kept(run, f"output={tmp_path}/mine") == ["imitation"]
+
+
+def test_a_run_that_was_moved_with_its_data_inside_can_be_like(run, tmp_path):
+    (tmp_path / "rows.json").rename(run / "rows.json")
+    record = read_json(run / "settings.json")
+    record["settings"]["rewards.sft_data_path"] = f"{run}/rows.json"
+    write_json(run / "settings.json", record)
+    run.rename(tmp_path / "moved")
+    loop, _ = read_loop([f"like={tmp_path}/moved", "output=mine"])
+    assert loop.of("rewards").sft_data_path == f"{tmp_path}/moved/rows.json"
 
 
 def test_like_says_what_is_made_anew_because_of_which_setting(run, start, tmp_path, needed):

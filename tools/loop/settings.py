@@ -413,6 +413,7 @@ def begin_like(folder: str, changes: Settings) -> tuple[Settings, list[str]]:
     Also a line that says what is kept, and what is made anew because of which settings.
     """
     stored = read_record(folder)
+    stored = with_output(stored, [stored["output"]], folder)  # which may have been moved
     dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}
     settings = {name: value for name, value in stored.items() if name.rpartition(".")[2] not in dropped}
     different = {name for name in changes if not is_free(name) and differs(name, stored, changes)}
@@ -423,7 +424,10 @@ def begin_like(folder: str, changes: Settings) -> tuple[Settings, list[str]]:
         raise UserError(f"like={folder}: {', '.join(sorted(named))} cannot differ from its; {remedy}")
     imitate_anew = {name for name in different if name.startswith("imitation.")}
     play_anew = {name for name in different if name in OF_EPISODES or name.startswith("play.")} | imitate_anew
-    settings["imitation_model"] = imitation_of(folder, settings | changes, anew=imitate_anew)
+    if "imitation_model" not in given:
+        settings["imitation_model"] = imitation_of(folder, settings | changes, anew=imitate_anew)
+    if any(Path(str(changes.get("output")), "epoch1", "episodes").glob("*_rank*.jsonl")):
+        play_anew.add("this run has begun to play them")
     settings["first_episodes"] = None if play_anew else episodes_of(folder, stored)
     now = settings | changes
     kept, anew = [], []
@@ -431,7 +435,7 @@ def begin_like(folder: str, changes: Settings) -> tuple[Settings, list[str]]:
         ("imitation", "imitation_model", imitate_anew),
         ("games of epoch 1", "first_episodes", play_anew or {"it has none that are finished"}),
     ):
-        if now[name]:
+        if now.get(name):
             kept.append(f"{what} ({now[name]})")
         elif reasons:
             anew.append(f"{what} ({', '.join(sorted(reasons))})")
@@ -498,7 +502,7 @@ def check_record(loop: Loop, words: list[str]) -> None:
         return
     then, now = read_record(folder), json.loads(json.dumps(loop.settings()))
     outputs = [str(Path(output)) for output in (then["output"], loop.output)]
-    then, now = without_output(then, outputs), without_output(now, outputs)
+    then, now = with_output(then, outputs, "OUTPUT"), with_output(now, outputs, "OUTPUT")
     used = [name for name in {**then, **now} if is_used(name, begun) and not is_free(name)]
     if different := [name for name in used if differs(name, then, now)]:
         phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
@@ -516,14 +520,14 @@ def is_used(name: str, begun: Iterable[str]) -> bool:
     return stage is None or stage in begun
 
 
-def without_output(settings: Settings, outputs: Iterable[str]) -> Settings:
-    """Settings in which paths inside `output` begin with OUTPUT, because the folder may have been moved."""
+def with_output(settings: Settings, outputs: Iterable[str], other: str) -> Settings:
+    """Settings in which paths inside one of these folders are paths inside another one: `output` may be moved."""
     inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, outputs))})/")
 
     def replaced(value):
         if isinstance(value, list):
             return [replaced(each) for each in value]
-        return inside.sub("OUTPUT/", value) if isinstance(value, str) else value
+        return inside.sub(lambda _: f"{other}/", value) if isinstance(value, str) else value
 
     return {name: replaced(value) for name, value in settings.items()}
 
