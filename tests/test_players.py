@@ -12,6 +12,7 @@ from tools.players.player import ScriptedPlayer, Turn, draw_seed
 from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_game
 from tools.tiny.players import load_lexicon
+from utils import UserError
 
 GAME = Taboo()
 FIRST = Turn(GAME, "attacker", (), 3, 7, {"target_word": "art"})
@@ -25,7 +26,7 @@ def test_in_all_programs_a_boolean_flag_may_stand_alone_and_leaves_other_words_a
     parser.add_argument("folder")
     read = parser.parse_args(["--thinking", "FOLDER", "--tf32", "true"])
     assert (read.thinking, read.folder, read.tf32) == (True, "FOLDER", True)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="yes"):
         parse_flags(PlayFlags, ["--thinking", "yes"], description="")
 
 
