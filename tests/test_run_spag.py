@@ -23,7 +23,7 @@ from tools.evaluate_reasoning import Flags as ReasoningFlags
 from tools.flags import parse_flags
 from tools.loop import machine
 from tools.loop.settings import read_loop, write_record
-from tools.loop.stages import StageFailed
+from tools.loop.stages import StageFailed, Stages
 from tools.play_llm_game import Flags as PlayFlags
 from utils import write_json
 
@@ -205,6 +205,13 @@ def test_settings_reach_the_stages(commands, inputs, tmp_path):
     assert "imitation" not in made and "--max_grad_norm" not in made["epoch1_train"]
 
 
+def test_play_and_match_have_fewer_processes_where_a_model_takes_several_gpus(commands):
+    made = commands({"processes": 4, "global_batch": 8, "tensor_parallel_size": 2})
+    numbers = {stage: flags_in(words).get("--nproc_per_node") for stage, words in made.items()}
+    assert numbers["imitation"] == numbers["epoch1_train"] == ["4"]
+    assert numbers["epoch1_play"] == numbers["epoch1_eval"] == ["2"]
+
+
 def test_a_training_without_a_reference_gets_none(commands):
     made = commands({"imitation.train_method": "SFT", "imitation.lm_kl_coeff": ""})
     assert "--ref_model_name_or_path" not in made["imitation"]
@@ -344,13 +351,20 @@ def log_of(folder: Path) -> str:
 def test_the_terminal_shows_warnings_and_the_last_line_of_a_stage_and_its_log_holds_all(tmp_path):
     bar = "games:  50%|###   | 1/2 [00:01<00:01, 1.0game/s]"
     script = f"for rank in 0 1; do echo '{bar}'12:00:0$rank rank $rank WARNING saw something; done"
-    script += f"; echo speaks${{RANK:+ as a rank}} >&2; echo last words; printf '%s\\r' '{bar}'"
+    script += "; echo speaks${RANK:+ as a rank} $PYTORCH_CUDA_ALLOC_CONF >&2"
+    script += f"; echo last words; printf '%s\\r' '{bar}'"
     environment = ENVIRONMENT | {"RANK": "1", "WORLD_SIZE": "2"}  # of whoever launched the loop
     for number in (1, 2):  # of a second start the lines of the first are not told again
         printed = finish(start_stage(tmp_path, script.replace("last words", f"last {number}"), env=environment))
         _, warning, took, last = printed.splitlines()
         assert (warning, last) == ("WARNING: saw something", f"last {number}") and "epoch1_play took" in took
-    assert log_of(tmp_path).count("speaks\n") == 2 and "last 1" in log_of(tmp_path)
+    assert log_of(tmp_path).count("speaks expandable_segments:True\n") == 2 and "last 1" in log_of(tmp_path)
+
+
+def test_a_machine_but_the_first_one_has_logs_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    Stages(str(tmp_path), machine=1).run("epoch1_play", ["echo", "hello"])
+    assert "hello" in (tmp_path / "logs/epoch1_play.node1.log").read_text()
 
 
 def test_a_failing_stage_shows_its_own_error_and_names_its_log(tmp_path):
