@@ -116,6 +116,11 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     assert loop.epochs == (1 if quick == "1" else 3)
 
 
+def test_a_wrong_setting_is_refused_before_the_world_is_built(quickstart, capsys):
+    with pytest.raises(AssertionError, match="ended with 2: .*nearest that exists: epochs"):
+        quickstart("epohcs=2")
+
+
 def test_without_match_and_report_it_still_says_how_to_play(quickstart, tmp_path):
     (tmp_path / "outputs/quickstart/imitation/model").mkdir(parents=True)
     printed, *_ = quickstart("until=imitation")

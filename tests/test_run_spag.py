@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ENVIRONMENT, ROOT, call, descendants, finish, start, users_of, wait_for, words_of
+from conftest import build_tokenizer, load_chat_template
+from helpers import ENVIRONMENT, ROOT, call, copy_model, descendants, finish, start, users_of, wait_for, words_of
 
 import arguments
 from tools import run_spag
@@ -165,9 +167,12 @@ def test_settings_reach_the_stages(commands, inputs, tmp_path):
     settings = {"imitation.train_data_path": "", "save_strategy": "no", "game_options": "match=word"}
     settings |= {"prompt_templates": prompts, "rewards.losers": 0.5, "rewards.ties": 0.2, "training.detach_kl": "true"}
     settings |= {"chat_template": "True", "thinking": "True", "lora_rank": 4, "play.per_device_eval_batch_size": 7}
+    tokenizer = build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=load_chat_template("chatml"))
+    settings["model"] = copy_model(inputs["model"], tmp_path / "model")
+    tokenizer.save_pretrained(settings["model"])
     settings |= {"match.max_words": 3, "match.openai_base_url": "*", "play.vllm_args": "--enforce-eager --x '1 2'"}
     settings |= {"match.words": f"'{words}' own={words.with_name('words.txt')}", "training.max_grad_norm": ""}
-    made, model = commands(settings), inputs["model"]
+    made, model = commands(settings), str(settings["model"])
     expected = {
         "epoch1_play": {
             "--attacker_model_name_or_path": [model],
@@ -383,7 +388,8 @@ def test_of_torchruns_lines_only_the_exit_status_is_shown(tmp_path):
     lines = finish(start_stage(tmp_path, script), status=2).splitlines()
     assert lines[1:6] == list("12345") and lines[6] == "RuntimeError: out of memory"
     assert lines[7].endswith("failed (exitcode: -9) local_rank: 1") and len(lines) == 9
-    assert "epoch1_play was ended by SIGKILL" in finish(start_stage(tmp_path, "kill -9 $$"), status=2)
+    printed = finish(start_stage(tmp_path, "kill -9 $$"), status=2)
+    assert "epoch1_play was ended by SIGKILL (often too little memory)" in printed
 
 
 def wait_for_sleep(process: subprocess.Popen) -> psutil.Process:
@@ -411,6 +417,16 @@ def test_a_signal_ends_the_loop_and_what_it_has_started(tmp_path, number, status
     assert "stopped in epoch1_play; the same command continues" in finish(process, status)
     left = psutil.wait_procs([*users_of(tmp_path), sleep], timeout=10)[1]  # SIGKILL takes a moment
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_terminal_that_is_gone_ends_the_stage_too(tmp_path):
+    main_end, terminal = os.openpty()
+    process = start_stage(tmp_path, "while sleep 0.1; do printf 'games: 45%%|##| 1/2\\r'; done", stdout=terminal)
+    os.close(terminal)
+    assert wait_for(lambda: bool(descendants(process.pid, "sleep")), process)
+    os.close(main_end)
+    process.wait(timeout=30)
+    assert not psutil.wait_procs(users_of(tmp_path), timeout=10)[1]
 
 
 def test_a_stage_that_is_suspended_for_a_while_goes_on_and_so_does_the_loop(tmp_path):

@@ -23,7 +23,7 @@ from tools.games.prompts import load_templates, training_prompt
 from tools.loop import machine, settings
 from tools.loop.settings import DEFAULTS, OWN, PROGRAMS, flags_of, read_file, read_loop
 from tools.loop.stages import take_lock
-from utils import UserError, alpaca_to_row, files_setting, read_json, write_json
+from utils import UserError, alpaca_to_row, files_setting, load_tokenizer, read_json, write_json
 
 SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
@@ -166,7 +166,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("chat_template=yes", "[play] chat_template: expected True or False, got 'yes'"),
         ("detach_kl=maybe", "[imitation] detach_kl: "),
         ("report=no", "report: expected True or False, got 'no'"),
-        ("gradient_checkpointing=x", "gradient_checkpointing: expected True or False, got 'x'"),
+        ("gradient_checkpointing=x", "gradient_checkpointing: expected auto, True or False, got 'x'"),
         ("precision=bf8", "precision: invalid choice: 'bf8'"),
         ("control=coin", "control: invalid choice: 'coin'"),
         ("control=silent", "control=silent needs like"),
@@ -199,6 +199,17 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("prompt_templates=/dev/null", "/dev/null: not JSON"),
         ("game=guess_my_city", "words.txt:1: "),
         ("nothing.toml", "nothing.toml"),
+        ("./a=b.toml", "./a=b.toml"),
+        ("output=$ROOTS/x", "output: $ROOTS is not replaced"),
+        ("machines=2", "machines=2 needs rendezvous=HOST:PORT"),
+        ("match.tensor_parallel_size=0", "[match] tensor_parallel_size is 0; it must be at least 1"),
+        ("rewards.thinking=true", "[play] and [rewards] differ in thinking"),
+        ("play.chat_template=true", "[play] and [rewards] differ in chat_template"),
+        ("rewards.game=twenty_questions", "[play] and [rewards] differ in game"),
+        ("training.eval_data_path=nothing.json", "nothing.json: no such file"),
+        ("imitation_model=/nothing", "/nothing: no such file"),
+        ("deepspeed=nothing.json", "nothing.json: no such file"),
+        ("like=nothing", "nothing/settings.json: no such file"),
     ],
 )
 def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, monkeypatch, word, error):
@@ -218,6 +229,8 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
         ('words = ["a", "b"]', "words: it takes one value"),
         ('output = "$HOME/x"', "output: $HOME is not replaced; write the path, ~ or $ROOT"),
         ("[imitation]\nlora_rank = []", "[imitation] lora_rank: expected one argument"),
+        ("play = 3", "play: it is a table, [play], with keys below it"),
+        ("[training]\nlr_scheduler_kwargs = {num_cycles = 1}", "lr_scheduler_kwargs: write it as a text of JSON"),
         ("[imitation]\nlora_rank = [1, 2]", "[imitation] unrecognized arguments: 2"),
     ],
 )
@@ -227,10 +240,20 @@ def test_a_file_that_cannot_be_read_names_its_setting(start, tmp_path, text, err
     assert error in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_with_code_of_its_own_is_allowed_for_rows_as_for_play(start):
-    errors = start("play.trust_remote_code=True", "chat_template=True", status=2)
-    assert "write trust_remote_code above the tables" in errors and len(errors.splitlines()) == 1
-    assert start("trust_remote_code=True", "chat_template=True")["rewards.trust_remote_code"] == "True"
+@pytest.fixture
+def chat_model(tmp_path) -> Path:
+    """A folder of a tokenizer with a chat template, which the checks read."""
+    tokenizer = build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=load_chat_template("chatml"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_json(tmp_path / "model/config.json", {"model_type": "llama"})
+    return tmp_path / "model"
+
+
+def test_a_tokenizer_with_code_of_its_own_is_allowed_for_rows_as_for_play(start, chat_model):
+    errors = start("play.trust_remote_code=True", "chat_template=True", status=2, model=chat_model)
+    assert "differ in trust_remote_code" in errors and len(errors.splitlines()) == 1
+    settings = start("trust_remote_code=True", "chat_template=True", model=chat_model)
+    assert settings["rewards.trust_remote_code"] == "True"
 
 
 def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
@@ -343,6 +366,7 @@ def run(needed, tmp_path) -> Path:
     loop, _ = read_loop(words_of(needed | words))
     settings.write_record(loop, ["art"])
     write_json(run / "imitation/model/settings.json", {"finished": True})
+    (run / "imitation/model/merged").mkdir()
     write_json(run / "epoch1/episodes/imitation_sampling_words_results.json", [])
     return run
 
@@ -354,7 +378,7 @@ def kept(run: Path, *words: str) -> list[str]:
 
 
 def test_like_takes_the_settings_of_another_run_but_not_its_machine_and_how_far_it_ran(run, monkeypatch):
-    loop, lines = read_loop([f"like={run}", "training.lm_kl_coeff=0.4", "output=mine"])
+    loop, line = read_loop([f"like={run}", "training.lm_kl_coeff=0.4", "output=mine"])
     assert loop.imitation_model == f"{run}/imitation/model/merged"
     assert loop.first_episodes == f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     assert (loop.of("play").temperature, loop.of("training").lm_kl_coeff) == (0.5, 0.4)
@@ -362,7 +386,7 @@ def test_like_takes_the_settings_of_another_run_but_not_its_machine_and_how_far_
     assert (loop.processes, loop.deepspeed, loop.gradient_checkpointing) == ("auto", "auto", "auto")
     assert loop.stages["play"].keys() & {"engine", "per_device_eval_batch_size"} == set()
     assert loop.of("training").per_device_train_batch_size == 4
-    assert len(lines) == 1 and f"kept: imitation ({loop.imitation_model}) and games of epoch 1" in lines[0]
+    assert f"kept: imitation ({loop.imitation_model}) and games of epoch 1" in line
 
 
 @pytest.mark.parametrize(
@@ -381,10 +405,23 @@ def test_a_change_makes_anew_what_depends_on_it(run, change, expected):
     assert kept(run, change) == expected
 
 
-def test_a_run_that_has_begun_to_play_epoch_1_keeps_its_own_games(run, tmp_path):
-    (tmp_path / "mine/epoch1/episodes").mkdir(parents=True)
-    (tmp_path / "mine/epoch1/episodes/imitation_sampling_words_rank0.jsonl").touch()
-    assert kept(run, f"output={tmp_path}/mine") == ["imitation"]
+def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on(run, start, tmp_path):
+    games = run / "epoch1/episodes/imitation_sampling_words_results.json"
+    games.rename(tmp_path / "later.json")
+    before = start(f"like={run}")
+    (tmp_path / "out/epoch1/episodes").mkdir(parents=True)
+    (tmp_path / "out/epoch1/episodes/imitation_sampling_words_rank0.jsonl").touch()
+    (tmp_path / "later.json").rename(games)
+    record = read_json(run / "settings.json")
+    record["settings"] |= {"epochs": 9, "rewards.decay_weight": "0.5"}
+    write_json(run / "settings.json", record)
+    assert start(f"like={run}") == before
+    assert start(f"like={run}", output=tmp_path / "other")["epochs"] == 9
+
+
+def test_another_imitation_model_brings_other_games(run):
+    assert kept(run, "imitation_model=other") == ["imitation"]
+    assert kept(run, "imitation_model=other", "first_episodes=x.json") == BOTH
 
 
 def test_a_run_that_was_moved_with_its_data_inside_can_be_like(run, tmp_path):
@@ -406,9 +443,9 @@ def test_like_says_what_is_made_anew_because_of_which_setting(run, start, tmp_pa
 
 def test_a_run_like_one_that_stopped_after_imitation_plays_epoch_1_itself(run):
     (run / "epoch1/episodes/imitation_sampling_words_results.json").unlink()
-    loop, lines = read_loop([f"like={run}", "output=mine"])
+    loop, line = read_loop([f"like={run}", "output=mine"])
     assert loop.first_episodes is None and loop.imitation_model
-    assert "kept: imitation" in lines[0] and "made anew: games of epoch 1 (it has none that are finished)" in lines[0]
+    assert "kept: imitation" in line and f"made anew: games of epoch 1 ({run} has none that are finished" in line
 
 
 @pytest.mark.parametrize(
@@ -461,7 +498,7 @@ def test_a_control_needs_rows_of_as_many_epochs(run, start, needed, control):
 # The layout of imitation's rows.
 
 
-def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
+def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, chat_model):
     numbers = iter(range(100))
 
     def begin(*words, status: int = 0, **changes):
@@ -481,11 +518,8 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path):
     assert "are not those of play" in begin(status=2)
     layout(own, "1")
     assert "are not those of play" in begin(status=2)
-    tokenizer = build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=load_chat_template("chatml"))
-    tokenizer.save_pretrained(tmp_path / "model")
-    write_json(tmp_path / "model/config.json", {"model_type": "llama"})
-    in_chat = {"model": tmp_path / "model", "chat_template": "True"}
-    layout(own, ChatTemplate(tokenizer, "model").sha256)
+    in_chat = {"model": chat_model, "chat_template": "True"}
+    layout(own, ChatTemplate(load_tokenizer(str(chat_model)), "model").sha256)
     begin(**in_chat)
     layout(own, "of another model")
     assert "are not those of play" in begin(status=2, **in_chat)
@@ -511,6 +545,11 @@ def foreign(tmp_path):
     for name, rows in files.items():
         write_json(tmp_path / f"{name}.json", rows)
     return lambda *names: {"imitation.train_data_path": " ".join(str(tmp_path / f"{name}.json") for name in names)}
+
+
+def test_a_model_without_a_chat_template_is_refused_before_its_imitation(start, foreign, tiny_model):
+    errors = start(status=2, model=tiny_model, chat_template="true", **foreign("sft"))
+    assert "chat template" in errors
 
 
 @pytest.mark.parametrize("names", [["others"], ["messages"], ["sft", "others"], ["mixture"]])
@@ -555,6 +594,31 @@ def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp
     start(**free, max_words=2)  # neither training nor play has begun
     write_json(tmp_path / "out/epoch1/model/train_results.json", {})
     assert "training.lm_kl_coeff: .5 then, 0.2 now" in start(status=2)
+    same = {"training.lm_kl_coeff": ".5", "dataloader_num_workers": 2, "play.concurrent_games": 3}
+    start(**same)
+    errors = start(status=2, **same, **{"training.per_device_train_batch_size": 1})  # over which the loss is averaged
+    assert "training.per_device_train_batch_size: 2 then, 1 now" in errors
+
+
+def test_a_seed_of_0_is_a_seed(start, tmp_path):
+    start(seed=0)
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    start(seed=0)
+    assert "seed: 0 then, 42 now" in start(status=2)
+
+
+def test_one_value_of_several_is_the_same_in_a_file_and_on_the_command_line(start, tmp_path):
+    write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
+    (tmp_path / "rows.toml").write_text(f'[imitation]\ntrain_data_path = "{tmp_path}/rows.json"\n')
+    start(tmp_path / "rows.toml")
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    start(f"imitation.train_data_path={tmp_path}/rows.json")
+
+
+def test_a_training_that_left_nothing_may_begin_again_with_other_settings(start, tmp_path):
+    start()
+    write_json(tmp_path / "out/imitation/model/settings.json", {"finished": False})
+    start(**{"imitation.lm_kl_coeff": "0.3"})
 
 
 def test_another_word_list_is_refused_once_games_are_played_and_the_played_one_stays(start, tmp_path):
@@ -580,6 +644,7 @@ def test_an_output_that_was_moved_with_model_and_data_inside_goes_on(start, tmp_
         files = f"'{output}/a.json' {output}/{rows}"
         return {"output": output, "model": f"{output}/base", "imitation.train_data_path": files}
 
+    (tmp_path / "out/base").mkdir(parents=True)
     for name in ("a.json", "b.json", "c.json"):
         write_json(tmp_path / "out" / name, [{"query": "Say: ", "target": "Hi"}])
     start(**inside("out", "b.json"))

@@ -3,12 +3,13 @@
 import contextlib
 import math
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, call
+from helpers import ROOT, call, descendants, finish, start, wait_for
 
 from tools.estimates import MEAN, markdown
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
@@ -138,7 +139,7 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
 
 def test_runs_of_an_arm_with_other_settings_are_refused_by_name(seeds):
     first, second = collected(seeds[0]), seeds[1] / "detached"
-    free = {"training.detach_kl": "True", "match.seeds": ["2"], "like": "x", "save_steps": "9", "epochs": 9}
+    free = {"training.detach_kl": "True", "match.seeds": ["2"], "like": "x", "training.save_steps": "9", "epochs": 9}
     make_loop(second, 2, settings=free)
     table_of(first, collected(seeds[1]))
     make_loop(second, 2, settings={"training.detach_kl": "False"})
@@ -403,3 +404,15 @@ def test_all_models_of_a_loop_are_asked_but_guesses_among_all_words_are_those_of
     preparations.share_among_all(str(loop))
     newest = f"--models epoch10={loop}/epoch10/model imitation={loop}/imitation/model --games"
     assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")
+
+
+def test_a_signal_to_the_study_ends_its_programs(tmp_path):
+    code = "import sys; from tools.study import run; from utils import run_program\n"
+    code += "run.loop_command = lambda words: ['sh', '-c', 'sleep 60; true', str(words)]\nrun_program(run.main)"
+    (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
+    process = start([sys.executable, "-c", code, tmp_path / "arms.toml", "--output_dir", tmp_path / "out"])
+    assert wait_for(lambda: bool(descendants(process.pid, "sleep")), process)
+    programs = descendants(process.pid, "sleep")
+    process.send_signal(signal.SIGTERM)
+    finish(process, status=143)
+    assert not any(program.is_running() and program.name() == "sh" for program in programs)

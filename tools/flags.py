@@ -111,9 +111,12 @@ def parse_command(*kinds: type[T], description: str) -> T:
     return parse_flags(kind, sys.argv[2:], description=kind.__doc__ or "", prog=f"{parser.prog} {command}")
 
 
-def check_values(flags) -> None:
-    """UserError for a value that is none of its flag's choices or out of its bounds, and for a value that is twice."""
-    for field in dataclasses.fields(flags):
+def check_values(flags, kind: type | None = None) -> None:
+    """UserError for a value that is none of its flag's choices or out of its bounds, and for a value that is twice.
+
+    `kind` is the dataclass of these flags where `flags` is what the parser has read.
+    """
+    for field in dataclasses.fields(kind or flags):
         choices, value = field.metadata["settings"].get("choices"), getattr(flags, field.name)
         if choices and value not in (*choices, field.default):
             raise UserError(f"{field.name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
@@ -121,7 +124,7 @@ def check_values(flags) -> None:
             if value is not None and not BOUNDS[bound](value, limit):
                 raise UserError(f"{field.name} is {value}; it must be {bound.replace('_', ' ')} {limit}")
         unique = field.metadata["unique"]
-        if unique and len(set(map(unique, value))) < len(value):
+        if unique and value and len(set(map(unique, value))) < len(value):
             raise UserError(f"{field.name}: one of {value} stands there twice")
 
 

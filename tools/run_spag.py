@@ -42,15 +42,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play a
 
 @dataclass(frozen=True)
 class Step:
-    """The command of a stage: the words behind its program."""
+    """The command of a stage: its program with `argv`, the arguments."""
 
     name: str
     place: Place
     program: str
-    words: list[str]
+    argv: list[str]
     stage: str | None = None  # the table with its flags
     processes: int | None = None  # on each machine; None: machine 0 runs it as one process
-    trained: str | None = None  # folder of a model, whose checkpoints nobody needs when the step has ended
+    trained: str | None = None  # folder of the model, whose checkpoints are deleted when the training has ended
 
 
 # What runs, in this order.
@@ -93,14 +93,14 @@ def steps(loop: Loop) -> Iterator[Step]:
 def step(loop: Loop, stage: str, name: str, place: Place, flags: dict, defaults: Mapping = {}, **more) -> Step:
     """The command of a stage: `defaults`, the flags of its table, and the `flags` that the loop sets."""
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
-    words = command_line({**faster, **defaults, **loop.stages[stage], **flags})
-    return Step(name, place, PROGRAMS[stage].path, words, stage, **more)
+    argv = command_line({**faster, **defaults, **loop.stages[stage], **flags})
+    return Step(name, place, PROGRAMS[stage].path, argv, stage, **more)
 
 
 def training(loop: Loop, stage: str, name: str, place: Place, folder: str, model: str, **flags) -> Step:
     """Train a model, which is the reference too."""
     table = loop.of(stage)
-    rows_at_once = loop.processes * loop.machines * table.per_device_train_batch_size
+    rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
     if loop.global_batch % rows_at_once:
         factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
         raise UserError(f"global_batch={loop.global_batch} must be a multiple of {factors}")
@@ -193,8 +193,8 @@ def tokenizer_of_rows(loop: Loop) -> str | None:
 def control(loop: Loop, epoch: int, source: str, flags: dict) -> Step:
     """Make the rows of a control from a file of rows."""
     flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json", **flags}
-    place, words = (epoch, PHASES.index("rewards")), [loop.control, *command_line(flags)]
-    return Step(f"epoch{epoch}_{loop.control}", place, "tools/controls.py", words)
+    argv = [loop.control, *command_line(flags)]
+    return Step(f"epoch{epoch}_{loop.control}", (epoch, PHASES.index("rewards")), "tools/controls.py", argv)
 
 
 def match(loop: Loop, place: Place, imitation: str, player: str, model: str) -> Step:
@@ -232,7 +232,7 @@ def main() -> None:
     if {"-h", "--help"}.intersection(arguments):
         print(help_text())
         return
-    loop, lines = read_loop(arguments)
+    loop, kept = read_loop(arguments)
     words = check_inputs(loop)
     loop = dataclasses.replace(loop, **ask(question(loop)))
     plan = list(steps(loop))
@@ -242,8 +242,8 @@ def main() -> None:
         stages.lock = take_lock(loop.output)
     if loop.machine == 0:
         check_record(loop, words)
-    for line in lines:
-        say(line)
+    if kept:
+        say(kept)
     if loop.check:
         for each in plan:
             print(f"{each.name}: {shlex.join(command(loop, each))}")
@@ -266,7 +266,7 @@ def check_commands(plan: Iterable[Step]) -> None:
     """Let each stage's own parser read its command, hours before the stage may begin."""
     for each in plan:
         if each.stage:
-            flags = parse_command(each.stage, each.words)
+            flags = parse_command(each.stage, each.argv)
             if each.stage == "rewards":
                 flags.check(flags.load_game())
 
@@ -295,9 +295,9 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
 
 def command(loop: Loop, each: Step) -> list[str]:
     """The command line of a step, by torchrun if it has several processes."""
-    words = [str(ROOT / each.program), *each.words]
+    program = [str(ROOT / each.program), *each.argv]
     if not is_launched(loop, each):
-        return [sys.executable, *words]
+        return [sys.executable, *program]
     launcher = {
         "nproc_per_node": each.processes,
         "nnodes": loop.machines,
@@ -306,7 +306,7 @@ def command(loop: Loop, each: Step) -> list[str]:
         "rdzv_id": f"{loop.rendezvous_id}-{each.name}",
         "rdzv_conf": f"is_host={int(loop.machine == 0)},join_timeout=86400,read_timeout=86400",
     }
-    return [sys.executable, "-m", "torch.distributed.run", *command_line(launcher), *words]
+    return [sys.executable, "-m", "torch.distributed.run", *command_line(launcher), *program]
 
 
 def is_launched(loop: Loop, each: Step) -> bool:

@@ -51,7 +51,9 @@ class EngineFlags(ModelFlags, Sampling):
     per_device_eval_batch_size: int | None = flag(
         "prompts at once; unset: by memory (generate: 32, vllm: 256)", default=None, at_least=1
     )
-    tensor_parallel_size: int = flag("GPUs of each process with vLLM; start (GPUs / this) processes", default=1)
+    tensor_parallel_size: int = flag(
+        "GPUs of each process with vLLM; start (GPUs / this) processes", default=1, at_least=1
+    )
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
 
     def __post_init__(self):

@@ -12,25 +12,26 @@ import utils
 from tools.flags import GameChoice
 from tools.games import prompts
 from tools.games.game import Game
-from tools.loop.settings import PROGRAMS, TRAININGS, Loop
+from tools.loop.settings import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop
 from utils import UserError, read_json
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
-MEASURING = len(PHASES)  # the number of the phase behind them
+MEASURING = len(PHASES)  # the phase after these, of match, belief and report
 Place = tuple[int, int]  # epoch and number of a phase
 RELEASED = "data/released_prompts.json"
 MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
+SAME_IN_ROWS = ["game", "game_options", "prompt_templates", "chat_template", "thinking"]  # as in play
 logger = logging.getLogger(__name__)
 
 
 def check_inputs(loop: Loop) -> list[str]:
-    """Check what needs neither a GPU nor the commands of the stages. Returns the words of an epoch, in their order."""
+    """Check settings, files and rows; no GPU is asked. Returns the words of an epoch, in the order of their games."""
     tables = {stage: loop.of(stage) for stage in PROGRAMS}
-    play, rewards, training = tables["play"], tables["rewards"], tables["training"]
+    play, rewards = tables["play"], tables["rewards"]
     check_limits(loop)
     check_there(loop, tables)
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
-    check_rows(loop, play, rewards, training)
+    check_rows(loop, tables)
     check_control(loop, rewards)
     check_sft_rows(loop.model, rewards.sft_data_path, play.trust_remote_code)
     check_layout(loop, play, game)
@@ -45,6 +46,8 @@ def check_limits(loop: Loop) -> None:
         raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
     if last_place(loop)[0] > loop.epochs:
         raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
+    if loop.machines > 1 and loop.rendezvous == OWN["rendezvous"].default:
+        raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, where machine 0 is reached")
     if loop.machine >= loop.machines:
         raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
 
@@ -70,10 +73,13 @@ def check_there(loop: Loop, tables: dict[str, Namespace]) -> None:
 def missing_files(loop: Loop, tables: dict[str, Namespace]) -> Iterator[str]:
     paths = [loop.words, loop.first_episodes, tables["play"].prompt_templates, tables["belief"].games]
     paths += [path for _, path in tables["match"].words or ()]
+    paths += [] if loop.deepspeed in (AUTO, NONE) else [loop.deepspeed]
+    paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
     for path in filter(is_missing, paths):
         yield f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}"
     rows = [tables["rewards"].sft_data_path]
     rows += [] if loop.imitation_model else tables["imitation"].train_data_path or []
+    rows += [path for stage in TRAININGS for path in tables[stage].eval_data_path or ()]
     for path in filter(is_missing, rows):
         try:
             utils.data_folder(path)  # of the hub
@@ -98,14 +104,16 @@ def missing_packages(loop: Loop) -> Iterator[str]:
             yield str(error)
 
 
-def check_rows(loop: Loop, play: Namespace, rewards: Namespace, training: Namespace) -> None:
+def check_rows(loop: Loop, tables: dict[str, Namespace]) -> None:
     """Raise UserError for flags of rows that do not fit those of play or of training."""
+    play, rewards, training = tables["play"], tables["rewards"], tables["training"]
+    names = [*SAME_IN_ROWS, "trust_remote_code"] if play.chat_template else SAME_IN_ROWS
+    if different := [name for name in names if getattr(play, name) != getattr(rewards, name)]:
+        remedy = "rows must have the prompts of play; write the setting above the tables"
+        raise UserError(f"[play] and [rewards] differ in {', '.join(different)}: {remedy}")
     negative = rewards.losers or rewards.ties or rewards.baseline != "none"
     if negative and not training.detach_kl and not training.allow_negative_rewards:
         raise UserError("[rewards] losers, ties and baseline make rewards below 0, which need training.detach_kl=True")
-    if play.trust_remote_code and play.chat_template and not rewards.trust_remote_code:
-        remedy = "rows load the tokenizer too: write trust_remote_code above the tables"
-        raise UserError(f"[play] has trust_remote_code and [rewards] has not; {remedy}")
     if play.thinking and "games" in loop.stages["belief"]:
         raise UserError("[belief] asks for messages without thoughts; leave belief.games out with thinking")
 
@@ -148,6 +156,9 @@ def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
     """
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
+    chat = template_digest(loop.model, play) if play.chat_template else None
+    if loop.imitation_model:
+        return
     foreign = []  # of other people, or of tools/controls.py
     for path in loop.of("imitation").train_data_path or ():
         record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
@@ -155,12 +166,11 @@ def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
         if "prompt_templates" not in made:
             foreign.append(path)
             continue
-        chat = template_digest(loop.model, play) if play.chat_template else None
         of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
         if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
             how = f"its chat template, thinking or prompts are not those of play ({loop.model}, {prompt_file})"
             raise UserError(f"{path}: {how}")
-    if foreign and not loop.imitation_model and not is_finished(Path(loop.output, "imitation", "model")):
+    if foreign and not is_finished(Path(loop.output, "imitation", "model")):
         check_rules(foreign, templates, prompt_file)
 
 
@@ -192,6 +202,6 @@ def template_digest(model: str, play: Namespace) -> str:
 
 
 def bare(value) -> str:
-    """The JSON of a text or a list, without what begins and ends it, and without blanks, those in its texts too."""
+    """The JSON of a text or a list, without its first and its last character and without all blanks."""
     text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
     return "".join(text.split())[1:-1]

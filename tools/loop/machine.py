@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 import utils
+from tools.loop.stages import environment
 from utils import ROOT, UserError, read_json
 
 AUTO, NONE = "auto", "none"
@@ -35,7 +36,8 @@ class Question:
 def ask(question: Question) -> dict:
     """The settings with values in the place of `auto`. Where the child refuses, it says why, and this program ends."""
     command = [sys.executable, "-m", "tools.loop.machine", json.dumps(dataclasses.asdict(question))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # its bars and its error go to the terminal
+    # Its bars and its error go to the terminal.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment())
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])

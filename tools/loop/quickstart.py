@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from tools.loop.settings import Settings, read_argument
 from tools.loop.stages import STOPPING, Stages, say
 from utils import run_program
 
@@ -24,10 +25,10 @@ QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".s
 
 def main() -> None:
     quick, begin = os.environ.get("QUICK", "0") != "0", time.monotonic()
-    output = "outputs/quickstart_quick" if quick else "outputs/quickstart"
-    for argument in sys.argv[1:]:
-        name, _, value = argument.partition("=")
-        output = value if name == "output" else output
+    given: Settings = {"output": "outputs/quickstart_quick" if quick else "outputs/quickstart"}
+    for argument in sys.argv[1:]:  # a wrong one is refused before the world is built
+        given |= read_argument(argument)
+    output = str(given["output"] or Path.cwd())
     world = [sys.executable, "-m", "tools.tiny.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
     status = run_loop([*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]])

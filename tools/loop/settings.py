@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import utils
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
 from tools.flags import build_parser, check_values, flag, parse_flags
+from tools.selfplay.flags import PlayFlags
 from utils import ROOT, UserError, read_json
 
 DEFAULTS = ROOT / "configs" / "default.toml"
@@ -44,6 +45,8 @@ def whole_number_or_auto(text: str) -> int | str:
 
 def boolean_or_auto(text: str) -> bool | str:
     """The `type` of `gradient_checkpointing`."""
+    if text != AUTO and text.lower() not in utils.BOOLEANS:
+        raise ArgumentTypeError(f"expected auto, True or False, got {text!r}")
     return text if text == AUTO else utils.parse_bool(text)
 
 
@@ -68,10 +71,10 @@ class OwnSettings:
         default=42,
         at_least=0,
     )
-    max_words: int | None = flag("play only the first so many words", default=None, at_least=1)
+    max_words: int | None = flag("play only this number of words, the first of the list", default=None, at_least=1)
     games_per_word: int = flag("games of each word in an epoch", default=1, at_least=1)
     global_batch: int = flag("rows of an optimizer step, over all processes", default=128, at_least=1)
-    match_every: int = flag("a match after every so many epochs", default=1, at_least=1)
+    match_every: int = flag("a match follows each epoch whose number is a multiple of this", default=1, at_least=1)
     machines: int = flag("machines; the same command runs on each, with `output` shared", default=1, at_least=1)
     machine: int = flag("number of this machine, from 0", default=0, at_least=0)
     processes: int | str = flag(
@@ -102,7 +105,7 @@ class Program(NamedTuple):
 
     path: str
     flags: type | None  # dataclass of its flags; None: train.py, whose parser imports transformers
-    set_by_loop: set[str]  # flags that the loop sets, and so nobody else
+    set_by_loop: set[str]  # flags that the loop sets: no setting may name them
 
 
 SET_IN_TRAINING = {
@@ -149,28 +152,30 @@ THIS_MACHINE = {  # how a machine computes; a run like another does not take the
     "per_device_eval_batch_size",
     "concurrent_games",
 }
-FREE = THIS_MACHINE | {  # these change no result, so they may change between two starts
+FREE = {  # settings of the loop itself that may differ between two starts: how far it runs, and where
+    "processes",
+    "machines",
+    "machine",
+    "rendezvous",
+    "rendezvous_id",
+    "deepspeed",
+    "gradient_checkpointing",
     "output",
     "epochs",
     "until",
     "match_every",
     "report",
     "check",
-    "per_device_train_batch_size",  # if it does, by micro-batch normalization, train.py refuses to continue
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "logging_steps",
-    "report_to",
-    "disable_tqdm",
 }
+MICRO_BATCH = "per_device_train_batch_size"
 MEASURES = ("match", "belief", "reasoning")  # tables that may change: these programs compare their own settings
 # Files of a stage that has begun. Its table then may not change.
+TRAINED = ("train_results.json", "*.safetensors", "checkpoint-*")
 RESULTS = {
-    "imitation": ["imitation/model/*"],
+    "imitation": [f"imitation/model/{name}" for name in TRAINED],
     "play": ["epoch*/episodes/*_results.json", "epoch*/episodes/*_rank*.jsonl"],
     "rewards": ["epoch*/rows/rows.json"],
-    "training": ["epoch*/model/*"],
+    "training": [f"epoch*/model/{name}" for name in TRAINED],
 }
 # Settings of the loop itself that a stage uses first; all others count as soon as any stage has begun.
 USED_FIRST_BY = {
@@ -181,7 +186,7 @@ USED_FIRST_BY = {
     "control": "rewards",
     "like": "rewards",
 }
-# A run that is `like` another keeps nothing of it if one of these differs.
+# If one of these differs, a run that is `like` another must say what takes the place of its imitation and games.
 FOUNDATION = ("model", "play.game", "play.game_options", "play.prompt_templates", "play.chat_template")
 OF_EPISODES = ("words", "max_words", "games_per_word")
 
@@ -191,6 +196,7 @@ class Loop(OwnSettings):
     """All settings of a loop: its own as attributes, and the flags of each stage."""
 
     stages: dict[str, dict[str, Value]] = field(default_factory=dict)
+    settings_of_like: Settings = field(default_factory=dict)
 
     def of(self, stage: str) -> Namespace:
         """The values of a stage's flags as its parser reads them, defaults too."""
@@ -208,7 +214,7 @@ class Loop(OwnSettings):
 
 @functools.cache
 def parser_of(stage: str) -> ArgumentParser:
-    """The parser of a stage's program, which asks for nothing: what is needed, the loop sets or has checked."""
+    """The parser of a stage's program, in which no flag is required: a table lacks the flags that the loop sets."""
     if PROGRAMS[stage].flags:
         parser = build_parser(PROGRAMS[stage].flags)
     else:
@@ -231,7 +237,10 @@ def flags_of(stage: str) -> dict[str, bool]:
 def parse_table(stage: str, table: Mapping[str, Value]) -> Namespace:
     """Read a table by its stage's parser. UserError that names the table."""
     with saying(f"[{stage}] "):
-        return parser_of(stage).parse_args(with_equals(table))
+        read = parser_of(stage).parse_args(with_equals(table))
+        if flags := PROGRAMS[stage].flags:
+            check_values(read, flags)
+        return read
 
 
 @contextmanager
@@ -244,11 +253,11 @@ def saying(where: str) -> Iterator[None]:
         raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
 
 
-def parse_command(stage: str, words: list[str]):
+def parse_command(stage: str, arguments_of_stage: list[str]):
     """Read the command of a stage as its program does, with the checks of its flags that need no device."""
     program = PROGRAMS[stage]
     with saying(f"[{stage}] "):
-        read = parser_of(stage).parse_args(words)
+        read = parser_of(stage).parse_args(arguments_of_stage)
         if program.flags:
             flags = program.flags(**vars(read))
             check_values(flags)
@@ -280,7 +289,7 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 def with_equals(flags: Mapping[str, Value]) -> list[str]:
-    """A command line in which a value that is no boolean cannot be taken for something else than its flag's."""
+    """A command line of --name=value, in which "--flag yes" is not read as a flag that stands alone and a word."""
     words = []
     for name, value in flags.items():
         words += command_line({name: value}) if isinstance(value, list) else [f"--{name}={value}"]
@@ -294,8 +303,9 @@ def expand(name: str, value: Any, *, split: bool) -> Settings:
     TOML. An empty text removes the setting. UserError for a key that nothing takes.
     """
     stage, dot, key = name.rpartition(".")
-    if isinstance(value, dict) and name not in PROGRAMS:
-        raise UserError(f"{name}: there is no table [{name}]{nearest(name, PROGRAMS)}")
+    if isinstance(value, dict):
+        what = "write it as a text of JSON" if dot else f"there is no table [{name}]{nearest(name, PROGRAMS)}"
+        raise UserError(f"{name}: {what}")
     if name in OWN:
         if isinstance(value, list):
             raise UserError(f"{name}: it takes one value")
@@ -314,7 +324,12 @@ def expand(name: str, value: Any, *, split: bool) -> Settings:
     taking = [each for each in having if key not in PROGRAMS[each].set_by_loop]
     if not taking:
         raise UserError(f"{name}: the loop sets this flag")
-    return {f"{each}.{key}": to_value(name, value, split=split and flags_of(each)[key]) for each in taking}
+    settings: Settings = {}
+    for each in taking:
+        several = flags_of(each)[key]
+        made = to_value(name, value, split=split and several)
+        settings[f"{each}.{key}"] = [made] if several and isinstance(made, str) else made
+    return settings
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -333,7 +348,8 @@ def to_value(name: str, value: Any, *, split: bool) -> Value | None:
 
 def to_text(name: str, value: Any) -> str:
     """A value as a text, in which ~ and $ROOT are replaced."""
-    text = str(value).strip("\r").replace("$ROOT", str(ROOT))
+    text = str(value).strip("\r")
+    text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), text)
     if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
         raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
     return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)
@@ -342,17 +358,13 @@ def to_text(name: str, value: Any) -> str:
 # Reading.
 
 
-def read_loop(arguments: Iterable[str]) -> tuple[Loop, list[str]]:
-    """The settings of files and of KEY=VALUE, and lines that say what a run keeps of the one that it is `like`."""
+def read_loop(arguments: Iterable[str]) -> tuple[Loop, str | None]:
+    """The settings of files and of KEY=VALUE, and a line that says what a run keeps of the one that it is `like`."""
     changes: Settings = {}
     for argument in (argument.strip("\r") for argument in arguments):  # of $(cat FILE) with Windows' line ends
-        name, equals, value = argument.partition("=")
-        changes |= expand(name, value, split=True) if equals else read_file(argument)
-    lines: list[str] = []
-    if changes.get("like"):
-        settings, lines = begin_like(str(changes["like"]), changes)
-    else:
-        settings = read_file(DEFAULTS)
+        changes |= read_argument(argument)
+    begun = begin_like(str(changes["like"]), changes) if changes.get("like") else None
+    settings = begun.settings if begun else read_file(DEFAULTS)
     settings |= changes | learning_rates(settings, changes)
     own = {name: str(value) for name, value in settings.items() if name in OWN and value is not None}
     if missing := [name for name in NEEDED if name not in own]:
@@ -364,7 +376,16 @@ def read_loop(arguments: Iterable[str]) -> tuple[Loop, list[str]]:
         stage, dot, key = name.rpartition(".")
         if dot and value is not None:
             stages[stage][key] = value
-    return Loop(**vars(read), stages=stages), lines
+    loop = Loop(**vars(read), stages=stages, settings_of_like=begun.stored if begun else {})
+    return loop, begun.line if begun else None
+
+
+def read_argument(argument: str) -> Settings:
+    """The settings of KEY=VALUE, or of a file, whose path may have a "=" too."""
+    name, equals, value = argument.partition("=")
+    if not equals or "/" in name or os.path.isfile(argument):
+        return read_file(argument)
+    return expand(name, value, split=True)
 
 
 def read_file(path: str | Path) -> Settings:
@@ -380,71 +401,98 @@ def read_file(path: str | Path) -> Settings:
             if name not in PROGRAMS:
                 settings |= expand(name, value, split=False)
         for table in PROGRAMS:
-            for key, value in tree.get(table, {}).items():
+            keys = tree.get(table, {})
+            if not isinstance(keys, dict):
+                raise UserError(f"{table}: it is a table, [{table}], with keys below it")
+            for key, value in keys.items():
                 settings |= expand(f"{table}.{key}", value, split=False)
     return settings
 
 
 def learning_rates(base: Settings, changes: Settings) -> Settings:
-    """The learning rates of trainings whose lora_rank is a new one, unless a learning rate comes with it."""
+    """The learning rates of trainings that get adapters, or lose them, without a learning rate of their own."""
     rates: Settings = {}
     for stage in TRAININGS:
         rank, rate = f"{stage}.lora_rank", f"{stage}.learning_rate"
-        if rank in changes and rate not in changes and changes[rank] != base.get(rank):
+        if rank in changes and rate not in changes and bool(changes[rank]) != bool(base.get(rank)):
             rates[rate] = LORA_RATE if changes[rank] else read_file(DEFAULTS)[rate]
     return rates
 
 
-def read_record(folder: str | Path) -> Settings:
-    """The settings in the record of a loop. UserError for the record of the loop that was a shell script."""
+def read_record(folder: str | Path) -> dict:
+    """The record of a loop. UserError where there is none, and for one of the loop that was a shell script."""
     path = Path(folder, "settings.json")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; is {folder} the output of a loop?")
     record = read_json(path)
     if record.get("format") != FORMAT:
-        raise UserError(f"{path}: of an older version, whose loop was a shell script; take another output")
-    return record["settings"]
+        raise UserError(f"{path}: of an older version, whose loop was a shell script; begin anew in another folder")
+    return record
 
 
 # A run like another.
 
 
-def begin_like(folder: str, changes: Settings) -> tuple[Settings, list[str]]:
-    """The settings of another run, with its imitation model and its games of epoch 1 as far as they stay.
+class BegunLike(NamedTuple):
+    """What a run takes from the one that it is like."""
 
-    Also a line that says what is kept, and what is made anew because of which settings.
-    """
-    stored = read_record(folder)
-    stored = with_output(stored, [stored["output"]], folder)  # which may have been moved
+    settings: Settings  # before the changes of the command line
+    stored: Settings  # those of the other run
+    line: str  # what is kept, and what is made anew
+
+
+def begin_like(folder: str, changes: Settings) -> BegunLike:
+    """The settings of another run, with its imitation model and its games of epoch 1 if they can be kept."""
+    stored = settings_of_like(folder, str(changes.get("output")))
     dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}
     settings = {name: value for name, value in stored.items() if name.rpartition(".")[2] not in dropped}
     different = {name for name in changes if not is_free(name) and differs(name, stored, changes)}
-    different -= {"output", "like", "control", "imitation_model", "first_episodes"}
     given = changes.keys() & {"imitation_model", "first_episodes"}
-    if (named := different.intersection(FOUNDATION)) and len(given) < 2:
+    foundation = different.intersection(FOUNDATION)
+    if foundation and len(given) < 2:
         remedy = "say imitation_model= and first_episodes= too (empty: made anew; a path: kept)"
-        raise UserError(f"like={folder}: {', '.join(sorted(named))} cannot differ from its; {remedy}")
-    imitate_anew = {name for name in different if name.startswith("imitation.")}
-    play_anew = {name for name in different if name in OF_EPISODES or name.startswith("play.")} | imitate_anew
+        raise UserError(f"like={folder}: {', '.join(sorted(foundation))} must be those of {folder}; {remedy}")
+    why_imitate = {name for name in different if name.startswith("imitation.")}
+    why_play = why_imitate | {name for name in different if name in OF_EPISODES or name.startswith("play.")}
+    if "imitation_model" in different:
+        why_play.add("imitation_model")  # other games than those of the model that trains
     if "imitation_model" not in given:
-        settings["imitation_model"] = imitation_of(folder, settings | changes, anew=imitate_anew)
-    if any(Path(str(changes.get("output")), "epoch1", "episodes").glob("*_rank*.jsonl")):
-        play_anew.add("this run has begun to play them")
-    settings["first_episodes"] = None if play_anew else episodes_of(folder, stored)
-    now = settings | changes
+        settings["imitation_model"] = imitation_of(folder, settings | changes, anew=why_imitate)
+    settings["first_episodes"] = None if why_play else stored["first_episodes"]
+    line = kept_and_anew(folder, settings | changes, why_imitate | foundation, why_play | foundation)
+    return BegunLike(settings, stored, line)
+
+
+def kept_and_anew(folder: str, now: Settings, why_imitate: set[str], why_play: set[str]) -> str:
+    """A line: what a run keeps of the one that it is like, and what it makes anew because of which settings."""
     kept, anew = [], []
-    for what, name, reasons in (
-        ("imitation", "imitation_model", imitate_anew),
-        ("games of epoch 1", "first_episodes", play_anew or {"it has none that are finished"}),
-    ):
-        if now.get(name):
-            kept.append(f"{what} ({now[name]})")
-        elif reasons:
-            anew.append(f"{what} ({', '.join(sorted(reasons))})")
-    line = f"like={folder}: kept: {' and '.join(kept) or '-'}; made anew: {' and '.join(anew) or '-'}"
-    return settings, [line]
+    if now.get("imitation_model"):
+        kept.append(f"imitation ({now['imitation_model']})")
+    elif now.get("imitation.train_data_path"):
+        anew.append(f"imitation ({', '.join(sorted(why_imitate)) or 'imitation_model='})")
+    if now.get("control") not in ("sft", "silent"):
+        if now.get("first_episodes"):
+            kept.append(f"games of epoch 1 ({now['first_episodes']})")
+        else:
+            why = ", ".join(sorted(why_play)) or f"{folder} has none that are finished, or first_episodes="
+            anew.append(f"games of epoch 1 ({why})")
+    return f"like={folder}: kept: {' and '.join(kept) or '-'}; made anew: {' and '.join(anew) or '-'}"
+
+
+def settings_of_like(folder: str, output: str) -> Settings:
+    """The settings of a run that another one is like: as they were when that one began, because the run may go on."""
+    path = Path(output, "settings.json")
+    if path.is_file() and begun_stages(Path(output)):
+        record = read_record(output)
+        if record["settings"].get("like") == folder:
+            return record["like"]
+    stored = read_record(folder)["settings"]
+    stored = with_output(stored, [str(Path(stored["output"]))], str(Path(folder)))  # which may have been moved
+    return stored | {"first_episodes": episodes_of(folder, stored)}
 
 
 def imitation_of(folder: str, settings: Settings, *, anew: Iterable[str]) -> Value | None:
-    """The imitation model that a run like another begins with; None: it is trained, or the base model plays."""
+    """The imitation model that a run like another begins with. None: it trains one, or the base model plays."""
     model, rows = settings.get("imitation_model"), settings.get("imitation.train_data_path")
     if anew:
         return None if rows else model  # without rows the model was given, not trained
@@ -466,13 +514,30 @@ def episodes_of(folder: str, stored: Settings) -> Value | None:
 
 
 def is_free(name: str) -> bool:
-    stage, _, key = name.rpartition(".")
-    return key in FREE or stage in MEASURES
+    """Whether a setting changes no result, so that it may differ: as the stages' own records of their settings say."""
+    stage, dot, key = name.rpartition(".")
+    if not dot:
+        return name in FREE
+    return stage in MEASURES or key not in compared_flags(stage)
+
+
+@functools.cache
+def compared_flags(stage: str) -> set[str]:
+    """The flags of a stage that change its results."""
+    if stage == "play":
+        return set(PlayFlags.COMPARED)
+    if stage == "rewards":
+        return flags_of(stage).keys() - {"trust_remote_code"}
+    import arguments
+
+    of_methods = {name for method in arguments.METHOD_ARGUMENTS.values() for name in method}
+    return {*arguments.COMPARED, *of_methods, "train_data_path", "eval_data_path", "warmup_ratio"}
 
 
 def differs(name: str, then: Settings, now: Settings) -> bool:
     """Whether a setting has another value. One that is not given has its program's default."""
-    return comparable(then.get(name, default_of(name))) != comparable(now.get(name) or default_of(name))
+    values = [default_of(name) if of.get(name) is None else of[name] for of in (then, now)]
+    return comparable(values[0]) != comparable(values[1])
 
 
 def default_of(name: str) -> Any:
@@ -481,7 +546,7 @@ def default_of(name: str) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """A value such that 1e-4 equals 0.0001, true equals True, and an empty list or False nothing at all."""
+    """A value to compare: 1e-4 equals 0.0001, true equals True, False and [] equal None, a path its absolute form."""
     if isinstance(value, list):
         return [comparable(each) for each in value] or None
     text = str(value).lower()
@@ -490,27 +555,41 @@ def comparable(value: Any) -> Any:
     try:
         return float(text)
     except ValueError:
-        return str(value) if text != "true" else True
+        if text == "true":
+            return True
+    return os.path.realpath(str(value)) if os.path.exists(str(value)) else str(value)
+
+
+def begun_stages(folder: Path) -> list[str]:
+    """The stages that have left results in the output of a loop."""
+    return [stage for stage, patterns in RESULTS.items() if any(any(folder.glob(each)) for each in patterns)]
 
 
 def check_record(loop: Loop, words: list[str]) -> None:
     """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
     folder = Path(loop.output)
     path, list_of_words = folder / "settings.json", folder / "words.txt"
-    begun = [stage for stage, patterns in RESULTS.items() if any(any(folder.glob(each)) for each in patterns)]
+    begun = begun_stages(folder)
     if not path.is_file() or not begun:
         return
-    then, now = read_record(folder), json.loads(json.dumps(loop.settings()))
+    then, now = read_record(folder)["settings"], json.loads(json.dumps(loop.settings()))
     outputs = [str(Path(output)) for output in (then["output"], loop.output)]
     then, now = with_output(then, outputs, "OUTPUT"), with_output(now, outputs, "OUTPUT")
-    used = [name for name in {**then, **now} if is_used(name, begun) and not is_free(name)]
-    if different := [name for name in used if differs(name, then, now)]:
+    used = [name for name in {**then, **now} if is_used(name, begun)]
+    compared = [name for name in used if not is_free(name) or is_micro_batch_of_loss(loop, name)]
+    if different := [name for name in compared if differs(name, then, now)]:
         phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
         way = f"take another output, or delete {path} if no finished stage used them"
         raise UserError(f"{path}: made with other settings ({phrases}); {way}")
     if "play" in begun and list_of_words.is_file() and utils.read_words(list_of_words) != words:
         way = f"put the list back, or delete the folders episodes in {folder}"
         raise UserError(f"words={loop.words}: {list_of_words} has other words, with which games were played; {way}")
+
+
+def is_micro_batch_of_loss(loop: Loop, name: str) -> bool:
+    """Whether this is the size of the micro-batches over which a training averages its loss."""
+    stage, _, key = name.rpartition(".")
+    return key == MICRO_BATCH and loop.of(stage).loss_normalization != "step"
 
 
 def is_used(name: str, begun: Iterable[str]) -> bool:
@@ -535,5 +614,7 @@ def with_output(settings: Settings, outputs: Iterable[str], other: str) -> Setti
 def write_record(loop: Loop, words: list[str]) -> None:
     folder = Path(loop.output)
     record = {"format": FORMAT, "settings": loop.settings(), "made_by": utils.made_by()}
+    if loop.like:
+        record["like"] = loop.settings_of_like
     utils.write_json(folder / "settings.json", record)
     utils.write_words(folder / "words.txt", words)

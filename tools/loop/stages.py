@@ -76,11 +76,16 @@ class Stages:
                 start_new_session=True,
                 pass_fds=[] if self.lock is None else [self.lock],
             )
-        status = self._wait(child, log, name)
+        try:
+            status = self._wait(child, log, name)
+        finally:  # also if the terminal is gone, where a bar cannot be shown
+            if child.poll() is None:
+                end_group(child)
         lines = new_lines(log, size)
         if status:
             print("\n".join(why_it_failed(lines)), file=sys.stderr, flush=True)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
+            how += " (often too little memory)" if status == -signal.SIGKILL else ""
             raise StageFailed(f"{name} {how}; its log: {log}")
         warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
         for warning in sorted(warnings):
@@ -96,7 +101,7 @@ class Stages:
             while True:
                 if self.signal:
                     end_group(child)
-                    self._stop(name)
+                    self._stop(name)  # which raises SystemExit
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return child.wait(timeout=0.5)
                 show()
@@ -181,7 +186,8 @@ def bar_of(log: Path) -> Iterator:
     def show() -> None:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 4000))
-            lines = file.read().decode(errors="replace").replace("\r", "\n").splitlines()
+            text = file.read().decode(errors="replace").replace("\x1b[A", "").replace("\r", "\n")
+        lines = text.splitlines()
         bars = [line for line in lines if "%|" in line]
         width = shutil.get_terminal_size().columns - 1
         sys.stdout.write(f"\r\x1b[K{printable(bars[-1])[:width] if bars else ''}")

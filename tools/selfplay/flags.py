@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tools.engine.flags import EngineFlags
 from tools.flags import GameFlags, flag
@@ -11,10 +12,14 @@ from tools.games.game import Game
 from tools.players.player import Sampling
 from tools.players.server import ServerFlags
 
+COMPUTING = (*(field.name for field in dataclasses.fields(Sampling)), "dtype", "tf32", "vllm_args")
+
 
 @dataclass(kw_only=True)
 class PlayFlags(GameFlags, EngineFlags, ServerFlags):
     group = "play"
+    # The flags that games depend on; all others say how and where they are computed.
+    COMPARED: ClassVar = ("game", "game_options", "prompt_templates", "max_turns", *COMPUTING)
 
     max_turns: int | None = flag(
         "turns of a game, each of one message per player; unset: the game's default",
@@ -32,9 +37,7 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
 
     def settings(self, game: Game) -> dict:
         """The settings that games depend on besides players, words and seed."""
-        names = [field.name for field in dataclasses.fields(Sampling)]
-        names += ["dtype", "tf32", "vllm_args"]
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in COMPUTING}
         return {**self.game_settings(game), "max_turns": self.turns(game), **values}
 
 

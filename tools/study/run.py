@@ -9,6 +9,7 @@ seed, at the end OUTPUT_DIR/table.md those of all. tools/study/README.md says wh
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -17,16 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, NoReturn, get_origin
 
 from tools.flags import build_parser, check_values, flag
 from tools.games.game import load_member
 from tools.loop.settings import PROGRAMS, Loop, nearest, read_loop, saying
-from tools.loop.stages import environment, say
+from tools.loop.stages import TERMINATED, environment, say
 from tools.study import collect, table
 from utils import ROOT, UserError, read_text, run_program, told, write_text
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
+
+running: set[subprocess.Popen] = set()  # programs at work, of all seeds
 
 
 @dataclass(kw_only=True)
@@ -164,9 +167,19 @@ def function_command(function: str, **arguments) -> list[str]:
 def run(command: Sequence[str], log: Path) -> None:
     """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0."""
     with open(log, "ab") as file:
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    running.add(program)
+    status = program.wait()
+    running.discard(program)
     if status:
         raise UserError(f"log: {log}")
+
+
+def hand_on(number: int, frame) -> NoReturn:
+    """End the programs at work by the signal that ends the study."""
+    for program in list(running):
+        program.send_signal(number)
+    sys.exit(TERMINATED)
 
 
 def has_ended(study: Study, settings: Sequence[str], output: Path, seed: int) -> bool:
@@ -187,6 +200,9 @@ def main() -> None:
     flags = Flags(**given)
     check_values(flags)
     study, output = read_study(arms, flags.settings), Path(flags.output_dir)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, hand_on)
     os.environ.update(environment() | ONE_THREAD)
     pool = ThreadPoolExecutor(flags.jobs)
     try:

@@ -17,7 +17,7 @@ from scipy import stats
 
 from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
-from tools.loop.settings import FREE
+from tools.loop.settings import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
 from tools.study import collect
 from tools.study.collect import (
     BASE,
@@ -33,8 +33,8 @@ from tools.study.collect import (
 from utils import UserError, differences, read_json, run_program
 
 # Keys of settings in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
-RUNS_DIFFER_IN = FREE | {"seed", "seeds", "like", "imitation_model", "first_episodes", "tasks"}
-RUNS_DIFFER_IN -= {"per_device_train_batch_size"}  # over these rows a loss is averaged
+RUNS_DIFFER_IN = FREE | THIS_MACHINE | {"seed", "seeds", "like", "imitation_model", "first_episodes", "tasks"}
+RUNS_DIFFER_IN |= {"logging_steps"}
 # Of finished studies, whose loop was a shell script.
 RUNS_DIFFER_IN |= set(
     "SEED EVAL_SEEDS OUTPUT LIKE IMITATION_MODEL FIRST_EPISODES EPOCHS UNTIL EVAL_EVERY EVAL_TASKS REPORT SAVE_STEPS "
@@ -68,7 +68,12 @@ def read_results(names: Sequence[str | Path]) -> list[dict]:
 
 
 def may_differ(name: str) -> bool:
-    return name.rpartition(".")[2] in RUNS_DIFFER_IN
+    """Whether the runs of one arm may differ in a setting."""
+    stage, dot, key = name.rpartition(".")
+    if key in RUNS_DIFFER_IN:
+        return True
+    is_of_loop = dot and stage not in MEASURES and key != MICRO_BATCH  # over a micro-batch a loss is averaged
+    return bool(is_of_loop) and is_free(name)
 
 
 def refuse_mixed(results: Sequence[dict]) -> None:
