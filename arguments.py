@@ -1,13 +1,14 @@
-"""The settings of train.py, and which of them each method uses.
+"""The settings of train.py.
 
-transformers.TrainingArguments defines the Trainer's settings; the ones below are this project's. Published commands
-use two flags of older transformers, which keep their meaning: --evaluation_strategy and --warmup_ratio.
+transformers.TrainingArguments defines the Trainer's settings, the methods of trainers.py theirs; the ones below are
+all others. Published commands use two flags of older transformers, which keep their meaning: --evaluation_strategy and
+--warmup_ratio.
 """
 
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cached_property
 from typing import NoReturn
 
@@ -18,28 +19,10 @@ from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
 import utils
+from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 
-# The arguments of each method, with the paper's values as defaults. A method refuses the arguments of the others.
-REFERENCE_NAME = "ref_model_name_or_path"
-METHOD_ARGUMENTS = {
-    "SFT": {"allow_negative_rewards": False},
-    "SFTwithKL": {
-        REFERENCE_NAME: None,
-        "loss_normalization": "micro_batch",
-        "lm_kl_coeff": 0.1,
-        "allow_negative_rewards": False,
-    },
-    "OfflinePO": {
-        REFERENCE_NAME: None,
-        "loss_normalization": "micro_batch",
-        "lm_kl_coeff": 0.2,
-        "lm_sft_coeff": 0.5,
-        "clip_range": 0.2,
-        "detach_kl": False,
-        "allow_no_game_rows": False,
-        "allow_negative_rewards": False,
-    },
-}
+# The arguments of each method with their defaults. A method refuses the arguments of the others.
+METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
 # The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
 # number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
@@ -63,21 +46,29 @@ def _help(text: str, *, default=None, **metadata):
     return field(default=default, metadata={"help": text, **metadata})
 
 
+def _as_field(name: str, flag: Flag) -> tuple:
+    """A method's flag as a field of a dataclass. None means: the method's default."""
+    metadata = {"choices": flag.choices} if flag.choices else {}
+    return name, type(flag.default) | None, _help(flag.help, **metadata)
+
+
+_FLAGS_OF_METHODS = {name: flag for method in TRAIN_METHODS.values() for name, flag in method.flags.items()}
+MethodArguments = make_dataclass(
+    "MethodArguments",
+    [_as_field(name, flag) for name, flag in _FLAGS_OF_METHODS.items()],
+    bases=(TrainingArguments,),
+    kw_only=True,
+)
+
+
 @dataclass(kw_only=True)
-class SPAGArguments(TrainingArguments):
+class SPAGArguments(MethodArguments):
     """The settings of one training run. Raises UserError for settings that contradict each other."""
 
-    # Method. None means: the method's default, from METHOD_ARGUMENTS.
     train_method: str = _help(
-        "SFT, SFTwithKL (imitation) or OfflinePO (self-play).", default=MISSING, choices=[*METHOD_ARGUMENTS]
-    )
-    lm_kl_coeff: float | None = _help("beta: weight of the KL to the reference model.")
-    lm_sft_coeff: float | None = _help("alpha: weight of the SFT rows' loss beside the game rows' (OfflinePO).")
-    clip_range: float | None = _help("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.")
-    detach_kl: bool | None = _help("Keep the gradient out of the KL inside OfflinePO's advantage.")
-    loss_normalization: str | None = _help(
-        "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
-        choices=["micro_batch", "step"],
+        " ".join(f"{name}: {method.__doc__}" for name, method in TRAIN_METHODS.items()),
+        default=MISSING,
+        choices=[*TRAIN_METHODS],
     )
 
     # Models.
@@ -99,9 +90,10 @@ class SPAGArguments(TrainingArguments):
     )
     eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
     max_length: int = _help("Maximum number of tokens in a row.", default=2048)
-    allow_no_game_rows: bool | None = _help("Train OfflinePO although there are only SFT rows.")
-    allow_negative_rewards: bool | None = _help(
-        "Train rows with negative rewards although the method imitates them, or (OfflinePO) has no --detach_kl True."
+    allow_no_game_rows: bool | None = _help("Train although there are only SFT rows.")
+    allow_negative_rewards: bool = _help(
+        "Train rows with negative rewards although the method imitates them, or has no --detach_kl True.",
+        default=False,
     )
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
@@ -111,7 +103,7 @@ class SPAGArguments(TrainingArguments):
     def __post_init__(self):
         check_flags(self)
         _check_precision(self)
-        if self.lora_rank and REFERENCE_NAME in METHOD_ARGUMENTS[self.train_method]:
+        if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.warmup_ratio is not None:  # as in transformers 4
             self.warmup_steps = self.warmup_steps or self.warmup_ratio

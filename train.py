@@ -143,11 +143,11 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 
 def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
     """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`."""
-    learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
+    method = TRAIN_METHODS[args.train_method]
     types: set[str] = set()
 
     def check(row: Row) -> None:
-        if learns_from_games and not row.is_sft:
+        if method.learns_from_games and not row.is_sft:
             check_game_row(row)
             if row.type is not None:
                 types.add(str(row.type))
@@ -158,7 +158,7 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     if types:
         line = "%s: rows of these types are trained as rows of games: %s"
         utils.warn_on_rank_0(line, files, ", ".join(sorted(types)))
-    return leave_out_weight_0(rows, files) if args.train_method == "SFT" else rows
+    return rows if method.reads_weights else leave_out_weight_0(rows, files, args.train_method)
 
 
 def scratch_folder(args: SPAGArguments) -> Path:
@@ -175,17 +175,17 @@ def check_game_row(row: Row) -> None:
         raise utils.UserError("no 'reward'; under OfflinePO a row has the reward of a game, or \"type\": \"sft\"")
 
 
-def leave_out_weight_0(rows: Dataset, files: str) -> Dataset:
-    """The rows of a weight above 0. SFT uses no other weights, so they are a warning."""
+def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
+    """The rows of a weight above 0. The method uses no other weights, so they are a warning."""
     weights = column(rows, "weight")
     if (weights == 1).all():
         return rows
     kept = np.flatnonzero(weights)
     if not kept.size:
         raise utils.UserError(f"{files}: all rows have weight 0")
-    counts = (files, (weights != 1).sum(), len(rows) - kept.size)
-    line = "%s: SFT uses no weights, but %d rows have one other than 1: those of weight 0 (%d rows) are left out, and "
-    utils.warn_on_rank_0(line + "the others count as 1; --train_method SFTwithKL uses weights", *counts)
+    line = "%s: %s uses no weights, but %d rows have one other than 1: those of weight 0 (%d rows) are left out, and "
+    line += "the others count as 1; --train_method SFTwithKL uses weights"
+    utils.warn_on_rank_0(line, files, train_method, (weights != 1).sum(), len(rows) - kept.size)
     return rows.select(kept)
 
 

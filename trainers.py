@@ -1,4 +1,4 @@
-"""The losses, and a Trainer for each method.
+"""The losses, and a Trainer for each method, which says everything about it: loss, flags, what it reads of the rows.
 
 l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
 l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these.
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import utils
-from arguments import METHOD_ARGUMENTS, REFERENCE_NAME, SPAGArguments
 from dataloaders import IGNORE_INDEX, column, scored_places
+
+if TYPE_CHECKING:  # arguments.py imports this module: its flags are those of the methods
+    from arguments import SPAGArguments
 
 ABOUT = """A language model trained by self-play of an adversarial language game, or for it, with an implementation of
 SPAG ([Cheng et al., 2024](https://arxiv.org/abs/2404.10642)) that is independent of its authors.
@@ -44,6 +46,7 @@ CITATION = """
 ```
 """
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
+REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that read the reference
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
 logger = logging.getLogger(__name__)
 
@@ -91,21 +94,21 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     return by_place.sum(1) / scored.sum(1)
 
 
-def label_logprob(
+def label_logits(
     model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
 ) -> Tensor:
-    """`sequence_logprob` of a forward pass that makes logits only where a label is scored: (batch,).
+    """Logits of a forward pass, made only where they predict a scored label: (scored tokens, vocabulary).
 
     Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
     `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
     means that padding is on the right, where causal attention needs no mask.
     """
-    labels, inputs = batch["labels"], {"input_ids": batch["input_ids"], "use_cache": False}
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
         mask = batch["attention_mask"]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         inputs |= {"attention_mask": mask, "position_ids": positions}
-    places = batch["scored_places"] if "scored_places" in batch else scored_places(labels)
+    places = _places(batch)
 
     def select(layer, args):
         hidden, *rest = args  # (batch, T, hidden)
@@ -113,10 +116,27 @@ def label_logprob(
         return (predicting.unsqueeze(0), *rest)  # (1, scored tokens, hidden)
 
     with module.get_output_embeddings().register_forward_pre_hook(select):
-        logits = model(**inputs).logits  # (1, scored tokens, vocabulary)
-    logprobs = token_logprob(logits[0], labels.flatten()[places + 1])
-    by_place = logprobs.new_zeros(labels.numel()).scatter(0, places, logprobs)
+        return model(**inputs).logits[0]
+
+
+def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
+    labels = batch["labels"]
+    by_place = values.new_zeros(labels.numel()).scatter(0, _places(batch), values)
     return by_place.view(labels.shape).sum(1) / num_scored(batch)
+
+
+def label_logprob(
+    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
+) -> Tensor:
+    """`sequence_logprob` of a forward pass, with the arguments of `label_logits`: (batch,)."""
+    logits = label_logits(model, module, batch, pads_left=pads_left)
+    targets = batch["labels"].flatten()[_places(batch) + 1]
+    return row_means(token_logprob(logits, targets), batch)
+
+
+def _places(batch: dict[str, Tensor]) -> Tensor:
+    return batch["scored_places"] if "scored_places" in batch else scored_places(batch["labels"])
 
 
 def sft_loss(logprob: Tensor, num_tokens: Tensor, total_tokens: Tensor | float) -> Tensor:
@@ -265,7 +285,7 @@ class MetricSums:
         return logs
 
 
-def last_checkpoint(args: SPAGArguments) -> str | None:
+def last_checkpoint(args: "SPAGArguments") -> str | None:
     """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
 
     With --resume_from_checkpoint False there must be no checkpoints: they would mix with those of the new run.
@@ -330,18 +350,40 @@ def games_of(paths: list[str]) -> list[str]:
     return games
 
 
+class Flag(NamedTuple):
+    """A flag of train.py that only some methods use; the others refuse it. Its type is that of the default."""
+
+    default: bool | float | str
+    help: str
+    choices: list[str] | None = None
+
+
 class SPAGTrainer(Trainer, TrainerCallback):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method defines `method_loss(logprob, batch, denominators) -> (loss, metrics)`. `load_reference` loads the frozen
-    reference model. It is not called without a reference (SFT), if no row is compared with it, if a run that continues
-    has stored its numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its
-    adapters off, or before its first step if both are the same checkpoint.
+    A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, its flags, and what it reads; parser,
+    checks, --help, recorded settings and model card follow from these. Its docstring is its help.
+
+    `load_reference` loads the frozen reference model. It is not called without a reference, if no row is compared with
+    it, if a run that continues has stored its numbers (and has no rows of evaluation), or if the policy can serve as
+    the reference: with its adapters off, or before its first step if both are the same checkpoint.
     """
 
-    learns_from_games = False  # True: SFT rows are not compared with the reference, and there must be rows of games
+    flags: ClassVar[dict[str, Flag]] = {}
+    reads_reference = False  # the loss gets `ref_logprobs`; there must be a reference model
+    reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
+    learns_from_games = False  # the loss gets rewards: there must be rows of games; SFT rows need no reference
 
-    def __init__(self, *, args: SPAGArguments, load_reference: Callable[[], PreTrainedModel], **kwargs):
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The flags that this method uses and others refuse, with their defaults."""
+        defaults = {REFERENCE_NAME: None} if cls.reads_reference else {}
+        defaults |= {name: flag.default for name, flag in cls.flags.items()}
+        if cls.learns_from_games:
+            defaults["allow_no_game_rows"] = False
+        return defaults
+
+    def __init__(self, *, args: "SPAGArguments", load_reference: Callable[[], PreTrainedModel], **kwargs):
         with utils.told("the Trainer", ValueError, ImportError):
             super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
@@ -359,7 +401,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
         """Called before the first step; the model is wrapped, on its device and, on resume, loaded."""
         self.check_learning_rate()
         self.check_saving()
-        if self.args.ref_model_name_or_path:
+        if self.reads_reference:
             self.prepare_reference()
             gc.collect()  # frees the reference model
         self.metrics.start()
@@ -380,13 +422,21 @@ class SPAGTrainer(Trainer, TrainerCallback):
             if self.module.can_generate():
                 self.module.generation_config.save_pretrained(folder)
 
+    def score(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the loss reads of the policy, (batch,) each. A method may add numbers of the same forward pass."""
+        return {"logprobs": label_logprob(model, self.module, batch, pads_left=self.data_collator.pad_left)}
+
+    def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
+        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`."""
+        raise NotImplementedError
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
-        logprob = label_logprob(model, self.module, inputs, pads_left=self.data_collator.pad_left)
-        if self.args.ref_model_name_or_path:
-            inputs = inputs | {"ref_logprobs": self.ref_logprobs[inputs["index"]]}
+        batch = inputs | self.score(model, inputs)
+        if self.reads_reference:
+            batch["ref_logprobs"] = self.ref_logprobs[inputs["index"]]
         denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
-        loss, metrics = self.method_loss(logprob, inputs, denominators)
+        loss, metrics = self.method_loss(batch, denominators)
         if self.module.training:
             self.not_finite += ~loss.detach().isfinite()
             self.metrics.add(metrics, inputs)
@@ -557,9 +607,8 @@ class SPAGTrainer(Trainer, TrainerCallback):
     def description(self) -> str:
         """What a model card says about this training, in Markdown."""
         args, is_sft = self.args, column(self.train_dataset, "is_sft")
-        coefficients = {name: getattr(args, name) for name in METHOD_ARGUMENTS[args.train_method]}
-        reference = coefficients.pop(REFERENCE_NAME, None)
-        values = [f"{name} {value}" for name, value in coefficients.items() if not name.startswith("allow_")]
+        values = [f"{name} {getattr(args, name)}" for name in self.flags]
+        reference = args.ref_model_name_or_path if self.reads_reference else None
         files = [f"`{utils.public_name(name)}`" for name in args.train_data_path]
         rows = f"{len(is_sft):,} rows"
         if self.learns_from_games:
@@ -583,19 +632,32 @@ class SPAGTrainer(Trainer, TrainerCallback):
         super().log(logs, start_time)
 
 
+LOSS_NORMALIZATION = Flag(
+    "micro_batch",
+    "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
+    choices=["micro_batch", "step"],
+)
+KL_HELP = "beta: weight of the KL to the reference model."
+
+
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
-    def method_loss(self, logprob, batch, denominators):
-        return sft_loss(logprob, num_scored(batch), denominators.tokens), {}
+    reads_weights = False
+
+    def method_loss(self, batch, denominators):
+        return sft_loss(batch["logprobs"], num_scored(batch), denominators.tokens), {}
 
 
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
-    def method_loss(self, logprob, batch, denominators):
+    flags: ClassVar = {"loss_normalization": LOSS_NORMALIZATION, "lm_kl_coeff": Flag(0.1, KL_HELP)}
+    reads_reference = True
+
+    def method_loss(self, batch, denominators):
         return sft_kl_loss(
-            logprob,
+            batch["logprobs"],
             batch["ref_logprobs"],
             batch["weights"],
             kl_coeff=self.args.lm_kl_coeff,
@@ -606,11 +668,19 @@ class SFTwithKLTrainer(SPAGTrainer):
 class OfflinePOTrainer(SPAGTrainer):
     """Self-play learning."""
 
+    flags: ClassVar = {
+        "loss_normalization": LOSS_NORMALIZATION,
+        "lm_kl_coeff": Flag(0.2, KL_HELP),
+        "lm_sft_coeff": Flag(0.5, "alpha: weight of the SFT rows' loss beside the game rows'."),
+        "clip_range": Flag(0.2, "epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon."),
+        "detach_kl": Flag(False, "Keep the gradient out of the KL inside the advantage."),
+    }
+    reads_reference = True
     learns_from_games = True
 
-    def method_loss(self, logprob, batch, denominators):
+    def method_loss(self, batch, denominators):
         return offline_po_loss(
-            logprob,
+            batch["logprobs"],
             batch["ref_logprobs"],
             batch["rewards"],
             batch["weights"],
@@ -624,4 +694,8 @@ class OfflinePOTrainer(SPAGTrainer):
         )
 
 
-TRAIN_METHODS = {"SFT": SFTTrainer, "SFTwithKL": SFTwithKLTrainer, "OfflinePO": OfflinePOTrainer}
+TRAIN_METHODS: dict[str, type[SPAGTrainer]] = {
+    "SFT": SFTTrainer,
+    "SFTwithKL": SFTwithKLTrainer,
+    "OfflinePO": OfflinePOTrainer,
+}

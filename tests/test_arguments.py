@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 
 import utils
-from arguments import METHOD_ARGUMENTS, SPAGArguments, build_parser, parse_arguments
+from arguments import SPAGArguments, build_parser, parse_arguments
 from trainers import TRAIN_METHODS
 from utils import differences
 
@@ -35,7 +35,7 @@ def given(tmp_path, tiny_model):
 
 
 def minimal(given, *more: str, method: str = "SFT") -> list[str]:
-    reference = "" if method == "SFT" else "--ref_model_name_or_path M"
+    reference = "--ref_model_name_or_path M" if TRAIN_METHODS[method].reads_reference else ""
     command = f"--output_dir DIR --model_name_or_path M --train_method {method} --train_data_path D {reference}"
     return [*given(command), *more]
 
@@ -158,6 +158,12 @@ def test_weights_are_whole_without_deepspeed_and_lora(given):
     assert parse_arguments(minimal(given, "--bf16", "True", "--use_cpu", "True")).weights_dtype is torch.float32
 
 
-def test_every_method_has_its_arguments_and_its_trainer():
-    assert METHOD_ARGUMENTS.keys() == TRAIN_METHODS.keys()
-    assert set().union(*METHOD_ARGUMENTS.values()) <= {each.name for each in fields(SPAGArguments)}
+def test_a_flag_of_a_method_is_told_and_recorded_where_the_method_uses_it(given):
+    """The Trainer of a method is the only place that names its flags."""
+    assert "lm_kl_coeff" in parse_arguments(minimal(given, method="SFTwithKL")).run_settings
+    assert "lm_kl_coeff" not in parse_arguments(minimal(given)).run_settings
+    for name, method in TRAIN_METHODS.items():
+        for flag, (default, text, _) in method.flags.items():
+            (action,) = [action for action in build_parser()._actions if action.dest == flag]
+            assert text in action.help and f"{name} {default}" in action.help
+            assert getattr(parse_arguments(minimal(given, method=name)), flag) == default
