@@ -26,7 +26,14 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 import utils
 from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
 from dataloaders import Row, SPAGCollator, column, load_rows
-from trainers import REFERENCE_FILE, TRAIN_METHODS, SPAGTrainer, last_checkpoint
+from trainers import (
+    REFERENCE_FILE,
+    TRAIN_METHODS,
+    SPAGTrainer,
+    freeze_all_but_text,
+    last_checkpoint,
+    load_model,
+)
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
@@ -133,7 +140,6 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
         args=args,
-        load_reference=lambda: load_model(args.ref_model_name_or_path, args),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         data_collator=SPAGCollator(tokenizer, size),
@@ -229,44 +235,6 @@ def vocabulary_size(args: SPAGArguments) -> int:
     if model != reference:
         raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
     return model
-
-
-def load_model(name: str, args: SPAGArguments) -> PreTrainedModel:
-    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
-    model = utils.load_model(
-        name,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.weights_dtype,
-        attn_implementation=args.attn_implementation,
-    )
-    if model.generation_config is not None:
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
-            model.generation_config.do_sample = True
-    restore_rope(model)
-    freeze_all_but_text(model)
-    return model
-
-
-def restore_rope(model: PreTrainedModel) -> None:
-    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
-    # This function goes when requirements.txt asks for transformers 5.23.
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__:
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.float())
-            model._init_weights(module)
-
-
-def freeze_all_but_text(model: PreTrainedModel) -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
-    if model.config.get_text_config() is model.config:
-        return
-    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
-    text = {id(weights) for part in parts for weights in part.parameters()}
-    for weights in model.parameters():
-        weights.requires_grad_(weights.requires_grad and id(weights) in text)
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import utils
 from dataloaders import IGNORE_INDEX, column, scored_places
@@ -285,6 +284,44 @@ class MetricSums:
         return logs
 
 
+def load_model(name: str, args: "SPAGArguments") -> PreTrainedModel:
+    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
+    model = utils.load_model(
+        name,
+        trust_remote_code=args.trust_remote_code,
+        dtype=args.weights_dtype,
+        attn_implementation=args.attn_implementation,
+    )
+    if model.generation_config is not None:
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
+            model.generation_config.do_sample = True
+    restore_rope(model)
+    freeze_all_but_text(model)
+    return model
+
+
+def restore_rope(model: PreTrainedModel) -> None:
+    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
+    # This function goes when requirements.txt asks for transformers 5.23.
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.float())
+            model._init_weights(module)
+
+
+def freeze_all_but_text(model: PreTrainedModel) -> None:
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
+    if model.config.get_text_config() is model.config:
+        return
+    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
+    text = {id(weights) for part in parts for weights in part.parameters()}
+    for weights in model.parameters():
+        weights.requires_grad_(weights.requires_grad and id(weights) in text)
+
+
 def last_checkpoint(args: "SPAGArguments") -> str | None:
     """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
 
@@ -358,15 +395,38 @@ class Flag(NamedTuple):
     choices: list[str] | None = None
 
 
-class SPAGTrainer(Trainer, TrainerCallback):
+class BeforeFirstStep(TrainerCallback):
+    """Calls a function when the model is wrapped, on its device and, if a run continues, loaded."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.function()
+
+
+class RebalancedEpochs(TrainerCallback):
+    """Tells the sampler of `batch_rebalance` the run's seed and, at its begin, each epoch.
+
+    The Trainer would always give it seed 42, and does not reach it when a run of several processes continues.
+    """
+
+    def on_epoch_begin(self, args, state, control, train_dataloader, **kwargs):
+        sampler = train_dataloader.batch_sampler
+        sampler = getattr(sampler, "batch_sampler", sampler)  # with several processes accelerate wraps it
+        sampler.seed = args.seed if args.data_seed is None else args.data_seed
+        sampler.set_epoch(int(state.epoch or 0))
+
+
+class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
     A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, its flags, and what it reads; parser,
     checks, --help, recorded settings and model card follow from these. Its docstring is its help.
 
-    `load_reference` loads the frozen reference model. It is not called without a reference, if no row is compared with
-    it, if a run that continues has stored its numbers (and has no rows of evaluation), or if the policy can serve as
-    the reference: with its adapters off, or before its first step if both are the same checkpoint.
+    The frozen reference model is not loaded if no row is compared with it, if a run that continues has stored its
+    numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its adapters off, or
+    before its first step if both are the same checkpoint.
     """
 
     flags: ClassVar[dict[str, Flag]] = {}
@@ -383,22 +443,23 @@ class SPAGTrainer(Trainer, TrainerCallback):
             defaults["allow_no_game_rows"] = False
         return defaults
 
-    def __init__(self, *, args: "SPAGArguments", load_reference: Callable[[], PreTrainedModel], **kwargs):
+    def __init__(self, *, args: "SPAGArguments", **kwargs):
         with utils.told("the Trainer", ValueError, ImportError):
             super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
-        self.load_reference = load_reference
         # Of each row by its index, in nats per token; 0 until it is computed. A column that is added to the rows later
         # would not reach the data loader, which exists when the first step begins.
         most = max(column(rows, "index").max() for rows in (self.train_dataset, self.eval_dataset) if rows)
         self.ref_logprobs = torch.zeros(int(most) + 1, device=args.device)
         self.metrics = MetricSums()
         self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
-        self.add_callback(self)  # for on_train_begin and on_epoch_begin
+        self.add_callback(BeforeFirstStep(self.before_first_step))
+        if args.train_sampling_strategy == "batch_rebalance":
+            self.add_callback(RebalancedEpochs())
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Called before the first step; the model is wrapped, on its device and, on resume, loaded."""
+    def before_first_step(self) -> None:
+        """Check what would be wrong only at the end, and compute the reference's numbers."""
         self.check_learning_rate()
         self.check_saving()
         if self.reads_reference:
@@ -465,18 +526,6 @@ class SPAGTrainer(Trainer, TrainerCallback):
         # the average is total cost / total count.
         return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
 
-    def _get_train_sampler(self, train_dataset=None):
-        """The Trainer's sampler, except that `batch_rebalance` gets our seed; there it would always be 42."""
-        self.train_sampler = super()._get_train_sampler(train_dataset)
-        if isinstance(self.train_sampler, BatchRebalanceSampler):
-            self.train_sampler.seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return self.train_sampler
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        """Tell `batch_rebalance` its epoch: if a run of several processes continues, the Trainer does not reach it."""
-        if isinstance(self.train_sampler, BatchRebalanceSampler):
-            self.train_sampler.set_epoch(int(state.epoch or 0))
-
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
@@ -542,7 +591,7 @@ class SPAGTrainer(Trainer, TrainerCallback):
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
-        model = self.load_reference().requires_grad_(False).eval()
+        model = load_model(self.args.ref_model_name_or_path, self.args).requires_grad_(False).eval()
         if not is_deepspeed_zero3_enabled():
             return model.to(self.args.device)
         import deepspeed

@@ -15,12 +15,14 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate.data_loader import BatchSamplerShard
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
 from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import arguments
 import train
@@ -168,24 +170,28 @@ def plain_runs(tmp_path_factory, mixed_rows, tiny_model, other_model) -> dict:
 
 
 def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, other_model):
-    """Each step has the rows that a shuffle with the same seed puts together, in any micro-batch."""
-    rows = make_rows(80)
+    """Each step of an epoch has the rows that a shuffle with the same seed puts together, in any micro-batch.
+
+    So each row is seen once, also those of the last step, which is a short one.
+    """
+    rows = make_rows(85)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(7)).tolist()
     path, shuffled = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", [rows[i] for i in order])
-    settings = offline_po(path, tiny_model, other_model, max_steps=9, learning_rate=1e-4, seed=7)
+    settings = offline_po(path, tiny_model, other_model, max_steps=11, learning_rate=1e-4, seed=7)
     plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
     settings |= {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 2}
     steps = launch(tmp_path / "dealt", 2, settings | {"gradient_accumulation_steps": 2})
     assert_same_curve(steps, plain)
-    assert len(steps) == 9
+    assert len(steps) == 11
 
 
 def test_a_run_that_continues_in_its_second_epoch_deals_out_the_rows_of_that_epoch():
     """With several processes the Trainer does not reach the sampler."""
-    trainer = trainers.SFTTrainer.__new__(trainers.SFTTrainer)
-    trainer.train_sampler = trainers.BatchRebalanceSampler([1, 2], 2, dp_size=1, grad_accum=1)
-    trainer.on_epoch_begin(None, SimpleNamespace(epoch=1.4), None)
-    assert trainer.train_sampler.epoch == 1
+    sampler = BatchRebalanceSampler([1, 2], 2, dp_size=2, grad_accum=1)
+    loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, num_processes=2))
+    run, args = SimpleNamespace(epoch=1.4), SimpleNamespace(seed=7, data_seed=None)
+    trainers.RebalancedEpochs().on_epoch_begin(args, run, None, train_dataloader=loader)
+    assert (sampler.epoch, sampler.seed) == (1, 7)
 
 
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
@@ -240,8 +246,8 @@ def test_neither_the_side_of_the_padding_nor_detaching_changes_a_loss(tmp_path, 
 @pytest.fixture
 def loaded(monkeypatch) -> list[str]:
     """The models that train.py loads, by name."""
-    names, original = [], train.load_model
-    monkeypatch.setattr(train, "load_model", lambda name, args: names.append(name) or original(name, args))
+    names, original = [], utils.load_model
+    monkeypatch.setattr(utils, "load_model", lambda name, **how: names.append(name) or original(name, **how))
     return names
 
 
