@@ -211,6 +211,12 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
         _check_deepspeed_file(args.deepspeed)
     if args.lora_rank == 0:
         raise utils.UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
+    if args.train_sampling_strategy == "group_by_length" and utils.world_size() > 1:
+        # Each process shuffles by its own random state, which dropout moves: two of them saw 78 of 93 rows.
+        raise utils.UserError(
+            "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
+            "batch_rebalance groups rows by length too"
+        )
     if args.eval_on_start and not args.eval_data_path:
         raise utils.UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}

@@ -110,6 +110,14 @@ def test_what_would_train_something_else_is_an_error(given, method, flags, messa
         parse_arguments(minimal(given, *words, method=method))
 
 
+def test_rows_grouped_by_length_are_refused_with_several_processes_which_would_not_see_all(given, monkeypatch):
+    words = minimal(given, "--train_sampling_strategy", "group_by_length")
+    assert parse_arguments(words).train_sampling_strategy == "group_by_length"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(utils.UserError, match="--train_sampling_strategy group_by_length: .* batch_rebalance"):
+        parse_arguments(words)
+
+
 def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, monkeypatch):
     for of_accelerate, flags, named in (
         ("bf16", [], "--bf16 True"),
