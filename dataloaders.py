@@ -47,29 +47,30 @@ class Row(NamedTuple):
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Read a raw record: its texts, or its `messages` if it has no target; a field that is null counts as absent.
+    """Read a raw record, as `utils.read_row` does; a conversation becomes texts in the tokenizer's chat template.
 
     The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
-    if messages := utils.row_messages(record):
-        record = record | messages_to_row(messages, tokenizer, utils.row_tools(record))
-    query, target, record = utils.row_texts(record)
-    weight, reward = record.get("weight", 1.0), record.get("reward")
+    row = utils.read_row(record)
+    if "messages" in row:
+        row |= messages_to_row(row["messages"], tokenizer, row["tools"])
+    weight = row.get("weight", 1.0)
+    reward = row.get("reward")
     with told("weight or reward", TypeError, OverflowError):
         if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
             raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return Row(
-        query=utils.whole_characters(query),
-        target=utils.whole_characters(target),
+        query=utils.whole_characters(row["query"]),
+        target=utils.whole_characters(row["target"]),
         weight=float(weight),
         reward=None if reward is None else float(reward),
-        type=record.get("type"),
-        chat_template=record.get("chat_template", False),
+        type=row.get("type"),
+        chat_template=row.get("chat_template", False),
     )
 
 
 def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> dict:
-    """Turn a conversation, as `utils.row_messages` gives it, into an SFT row: the last reply is the target.
+    """Turn a conversation, as `utils.read_row` gives it, into an SFT row: the last reply is the target.
 
     A reply with "weight": 0 is not to be learned (OpenAI's format), so the one before it is the target. `tools` are
     what the conversation may call; the chat template must show them.

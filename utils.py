@@ -417,17 +417,32 @@ def alpaca_texts(example: Mapping) -> tuple[str, str, str]:
     return texts["instruction"], texts["input"], texts["output"]
 
 
-def row_messages(record: Mapping) -> list[dict] | None:
-    """The conversation of a record that has no target of its own, each content as a text; None if it has texts.
+def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> dict:
+    """A record of a row with its texts as `query` and `target`, or else its conversation as `messages` and `tools`.
+
+    A field that is null counts as absent, and messages count where there is no target. `from_alpaca` makes prompt and
+    target of Alpaca's fields. UserError for a record with neither texts nor a conversation.
+    """
+    row = {key: value for key, value in record.items() if value is not None}
+    messages = row.pop("messages", None)
+    if messages and not {"target", "answer", "output"} & row.keys():
+        return row | {"messages": _conversation(messages), "tools": _tools(row.get("tools"))}
+    if {"instruction", "output"} <= row.keys() and not {"query", "prompt", "target", "answer"} & row.keys():
+        row |= from_alpaca(row)
+    query = row.get("query", row.get("prompt"))
+    target = row.get("target", row.get("answer"))
+    if not isinstance(query, str) or not isinstance(target, str):
+        forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
+        raise UserError(f"a row needs the texts {forms}; this one has {', '.join(map(repr, row))}")
+    return row | {"query": query, "target": target}
+
+
+def _conversation(messages) -> list[dict]:
+    """The messages of a record, each content as a text.
 
     A content is a text or a list of parts, all of them texts; beside tool calls it may be null. The arguments of a
-    tool call may be a JSON text, as OpenAI writes them, and become an object, as chat templates take them. UserError
-    for a record with anything else, or with neither messages nor texts.
+    tool call may be a JSON text, as OpenAI writes them, and become an object, as chat templates take them.
     """
-    messages, targets = record.get("messages"), map(record.get, ("target", "answer", "output"))
-    if not messages or any(target is not None for target in targets):
-        row_texts(record)
-        return None
     messages = messages if isinstance(messages, list) else [messages]
     return [_with_arguments(_in_text(message)) for message in messages]
 
@@ -462,30 +477,13 @@ def _with_object(call):
     return call
 
 
-def row_tools(record: Mapping) -> list | None:
+def _tools(tools) -> list | None:
     """The tools that a record's conversation may call, a list or the JSON text of one; None if there are none."""
-    tools = record.get("tools") or None
+    tools = tools or None
     tools = _parse(tools, "'tools'") if isinstance(tools, str) else tools
     if not isinstance(tools, list | None):
         raise UserError(f"'tools' must be a list, not {tools!r:.60}")
     return tools or None
-
-
-def row_texts(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> tuple[str, str, dict]:
-    """A record's query, its target, and the record without its nulls. UserError for a record without these texts.
-
-    `from_alpaca` makes prompt and target of Alpaca's fields.
-    """
-    record = {key: value for key, value in record.items() if value is not None}
-    of_others = {"query", "prompt", "target", "answer"} & record.keys()
-    if {"instruction", "output"} <= record.keys() and not of_others:
-        record |= from_alpaca(record)
-    query = record.get("query", record.get("prompt"))
-    target = record.get("target", record.get("answer"))
-    if not isinstance(query, str) or not isinstance(target, str):
-        forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
-        raise UserError(f"a row needs the texts {forms}; this one has {', '.join(map(repr, record))}")
-    return query, target, record
 
 
 def chat_text(tokenizer, messages: list[dict], **options) -> str:

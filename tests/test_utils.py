@@ -101,9 +101,9 @@ def test_readers_see_the_old_file_or_the_whole_new_one(tmp_path):
 
 
 def test_alpaca_becomes_a_prompt():
-    query, target, row = utils.row_texts({"instruction": "Add.", "input": "1 2", "output": "3"})
-    assert query == "### Instruction: Add.\n\n### Input: 1 2\n\n### Response: "
-    assert target == "3" and row["type"] == "sft"
+    row = utils.read_row({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert row["query"] == "### Instruction: Add.\n\n### Input: 1 2\n\n### Response: "
+    assert row["target"] == "3" and row["type"] == "sft"
     row = utils.alpaca_to_row({"instruction": "Hi.", "output": "Hi!"})
     assert row["prompt"] == "### Instruction: Hi.\n\n### Response: "
     assert row == utils.alpaca_to_row({"instruction": "Hi.", "input": None, "output": "Hi!"})

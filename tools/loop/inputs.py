@@ -141,8 +141,8 @@ def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> Non
 
     What a template says of a single row, training finds.
     """
-    conversations = utils.read_records(path, utils.row_messages) if path else []
-    if not any(conversations):
+    rows = utils.read_records(path, utils.read_row) if path else []
+    if not any("messages" in row for row in rows):
         return
     if not utils.load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")

@@ -29,8 +29,7 @@ from utils import (
     alpaca_to_row,
     load_tokenizer,
     read_records,
-    row_messages,
-    row_texts,
+    read_row,
     stage,
     without,
     write_records,
@@ -207,14 +206,14 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 
 
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
-    if row_messages(record):
+    read = read_row(record, alpaca_to_turn if chat else alpaca_to_row)
+    if "messages" in read:
         conversation: Row = {"messages": record["messages"], "type": "sft", "weight": 1.0}
         if record.get("tools"):
             conversation["tools"] = record["tools"]
         return conversation
-    query, target, record = row_texts(record, alpaca_to_turn if chat else alpaca_to_row)
-    row: Row = {"query": query, "target": target, "type": "sft", "weight": 1.0}
-    if record.get("chat_template"):
+    row: Row = {"query": read["query"], "target": read["target"], "type": "sft", "weight": 1.0}
+    if read.get("chat_template"):
         row["chat_template"] = True
     return cast(Row, chat.row(dict(row))) if chat else row
 
