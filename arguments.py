@@ -28,12 +28,36 @@ LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules"
 # number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
 # that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.)
 COMPARED = (
-    *("train_method", "lora_rank", *LORA_ARGUMENTS),
-    *("max_length", "padding_side", "truncation_side"),
-    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "neftune_noise_alpha", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    *("max_steps", "num_train_epochs", "train_sampling_strategy", "dataloader_drop_last", "seed", "data_seed"),
-    *("bf16", "fp16", "tf32", "attn_implementation", "load_best_model_at_end", "metric_for_best_model"),
+    "train_method",
+    "lora_rank",
+    *LORA_ARGUMENTS,
+    "max_length",
+    "padding_side",
+    "truncation_side",
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "neftune_noise_alpha",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "max_steps",
+    "num_train_epochs",
+    "train_sampling_strategy",
+    "dataloader_drop_last",
+    "seed",
+    "data_seed",
+    "bf16",
+    "fp16",
+    "tf32",
+    "attn_implementation",
+    "load_best_model_at_end",
+    "metric_for_best_model",
 )
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
@@ -109,7 +133,8 @@ class SPAGArguments(MethodArguments):
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
             self.warmup_ratio = None
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
-            os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
+            os.environ["HF_TOKEN"] = self.hub_token
+            self.hub_token = None
         # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
         if not self.use_cpu and not torch.cuda.is_available():
             utils.warn_of_idle_gpu()
@@ -190,7 +215,8 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
         if getattr(args, name):
             what = "without --lora_rank" if name in LORA_ARGUMENTS else f"by {args.train_method}"
             raise utils.UserError(f"--{name} is not used {what}")
-    model, reference = args.model_name_or_path, args.ref_model_name_or_path
+    model = args.model_name_or_path
+    reference = args.ref_model_name_or_path
     if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
         raise utils.UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
     if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
@@ -228,10 +254,11 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
 def _check_precision(args: SPAGArguments) -> None:
     """Raise UserError if `accelerate launch` asks for a precision that the flags do not say."""
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    if (of_accelerate := os.environ.get(PRECISION_VARIABLE, "no")) not in ("no", precision):
-        remedy = f"give --{of_accelerate} True, or " if of_accelerate in ("bf16", "fp16") else ""
+    asked = os.environ.get(PRECISION_VARIABLE, "no")
+    if asked not in ("no", precision):
+        remedy = f"give --{asked} True, or " if asked in ("bf16", "fp16") else ""
         raise utils.UserError(
-            f"{PRECISION_VARIABLE} is {of_accelerate}, which the flags do not say: {remedy}start without accelerate's "
+            f"{PRECISION_VARIABLE} is {asked}, which the flags do not say: {remedy}start without accelerate's "
             "mixed precision (accelerate launch --mixed_precision no)"
         )
 
@@ -308,13 +335,12 @@ def _default_of(action: Action) -> str:
     return ""
 
 
-GROUPS = REQUIRED, OF_METHODS, OF_LORA, OF_THIS_PROJECT, OF_THE_TRAINER = (
-    "required",
-    "of the methods that are named with the default; the other methods refuse the flag",
-    "LoRA",
-    "models, data and output",
-    "of transformers' Trainer",
-)
+REQUIRED = "required"
+OF_METHODS = "of the methods that are named with the default; the other methods refuse the flag"
+OF_LORA = "LoRA"
+OF_THIS_PROJECT = "models, data and output"
+OF_THE_TRAINER = "of transformers' Trainer"
+GROUPS = (REQUIRED, OF_METHODS, OF_LORA, OF_THIS_PROJECT, OF_THE_TRAINER)
 
 
 def _group_of(action: Action) -> str:

@@ -31,7 +31,7 @@ ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
 logger = logging.getLogger(__name__)
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A row's texts and numbers. With `chat_template` the texts already contain all special tokens."""
 
     query: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         return self.type == "sft"
 
 
-def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
+def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
     """Read a raw record, as `utils.read_row` does; a conversation becomes texts in the tokenizer's chat template.
 
     The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
@@ -59,7 +59,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> Row:
     with told("weight or reward", TypeError, OverflowError):
         if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
             raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
-    return Row(
+    return TextRow(
         query=utils.whole_characters(row["query"]),
         target=utils.whole_characters(row["target"]),
         weight=float(weight),
@@ -75,15 +75,17 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
     A reply with "weight": 0 is not to be learned (OpenAI's format), so the one before it is the target. `tools` are
     what the conversation may call; the chat template must show them.
     """
-    replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    replies = [place for place in replies if messages[place].get("weight") != 0]
+    learned = [message["role"] == "assistant" and message.get("weight") != 0 for message in messages]
+    replies = [index for index, is_learned in enumerate(learned) if is_learned]
     if not replies:
         raise UserError("'messages' has no assistant message (of a weight that is not 0), which would be the target")
-    before, reply = messages[: replies[-1]], messages[replies[-1]]
+    before = messages[: replies[-1]]
+    reply = messages[replies[-1]]
     render = partial(utils.chat_text, tokenizer, tools=tools, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
     with told(refusal, ValueError, TypeError, TemplateError):
-        query, whole = render(before, add_generation_prompt=True), render([*before, reply])
+        query = render(before, add_generation_prompt=True)
+        whole = render([*before, reply])
         if tools and query == render(before, add_generation_prompt=True, tools=None):
             raise UserError("the tokenizer's chat template leaves out the 'tools' of this row")
     only_calls = reply.get("tool_calls") and not reply["content"]
@@ -110,7 +112,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     return {name: row[name].tolist() for name in ("input_ids", "labels")} | numbers
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
 
     Besides, `length` is the number of tokens, and `is_cut` tells whether there were more.
@@ -127,7 +129,8 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
         if not row.chat_template:
             if tokenizer.eos_token_id is None:
                 raise UserError("this tokenizer has no EOS, the token that ends a target")
-            query, target = bos + query, [*target, tokenizer.eos_token_id]
+            query = bos + query
+            target = [*target, tokenizer.eos_token_id]
         elif not target or target[-1] not in special:
             raise UserError(
                 f"the target {row.target[-40:]!r} does not end in a special token of this tokenizer; make rows for it "
@@ -161,7 +164,7 @@ def load_rows(
     vocab_size: float = math.inf,
     *,
     file: StrPath | None = None,
-    check: Callable[[Row], None] = lambda row: None,
+    check: Callable[[TextRow], None] = lambda row: None,
     first_index: int = 0,
 ) -> Dataset:
     """The encoded rows of files, or of data sets of the hub, in these COLUMNS.
@@ -193,17 +196,18 @@ def encoded_batches(
     paths: list[str],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: float,
-    check: Callable[[Row], None],
+    check: Callable[[TextRow], None],
     first_index: int,
 ) -> Iterator[dict[str, list]]:
     """Batches of encoded rows, as columns. In the end it logs their number, and warns of rows that were cut."""
 
-    def read(record: dict) -> Row:
+    def read(record: dict) -> TextRow:
         row = normalize_row(record, tokenizer)
         check(row)
         return row
 
-    eos, count = tokenizer.eos_token, Counter()
+    eos = tokenizer.eos_token
+    count = Counter()
     for path in paths:
         rows = utils.read_records(path, read)
         for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -221,7 +225,8 @@ def encoded_batches(
                 cut=sum(row["is_cut"] for row in encoded),
                 eos=sum(row.target.rstrip().endswith(eos) for row in chunk if not row.chat_template),
             )
-    files, limit = ", ".join(paths), tokenizer.model_max_length
+    files = ", ".join(paths)
+    limit = tokenizer.model_max_length
     logger.info("%s: %d rows, %d of them SFT", files, count["rows"], count["sft"])
     if count["cut"]:
         lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
@@ -254,7 +259,8 @@ class SPAGCollator:
     It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
 
     Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
-    sft_mask, float32 of shape (batch,); scored_places, (scored tokens,); and, if the rows have one, index, (batch,).
+    sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one, index of shape
+    (batch,).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):
@@ -271,7 +277,8 @@ class SPAGCollator:
         batch = {
             "input_ids": self._pad(input_ids, self.pad_token_id),
             "labels": labels,
-            "scored_places": scored_places(labels),  # on the CPU, since on a GPU nonzero() would wait for its result
+            # On the CPU, since on a GPU nonzero() would wait for its result.
+            "scored_positions": scored_positions(labels),
             "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
             "weights": numbers("weight"),
             "rewards": numbers("reward"),
@@ -287,7 +294,7 @@ class SPAGCollator:
         return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
-def scored_places(labels: Tensor) -> Tensor:
+def scored_positions(labels: Tensor) -> Tensor:
     """Indices into the flattened (batch, T) labels of the positions that predict a scored label: (scored tokens,)."""
     predicts = F.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
     return predicts.flatten().nonzero()[:, 0]

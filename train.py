@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 
 import utils
 from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
-from dataloaders import Row, SPAGCollator, column, load_rows
+from dataloaders import SPAGCollator, TextRow, column, load_rows
 from trainers import (
     REFERENCE_FILE,
     TRAIN_METHODS,
@@ -152,7 +152,7 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     method = TRAIN_METHODS[args.train_method]
     types: set[str] = set()
 
-    def check(row: Row) -> None:
+    def check(row: TextRow) -> None:
         if method.learns_from_games and not row.is_sft:
             check_game_row(row)
             if row.type is not None:
@@ -173,7 +173,7 @@ def scratch_folder(args: SPAGArguments) -> Path:
     return Path(args.output_dir, SCRATCH, f"{socket.gethostname()}_{number}")
 
 
-def check_game_row(row: Row) -> None:
+def check_game_row(row: TextRow) -> None:
     """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
     if str(row.type).strip().lower() == "sft":
         raise utils.UserError(f"'type' is {row.type!r}; an SFT row has \"type\": \"sft\"")
@@ -197,11 +197,13 @@ def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
 
 def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
-    files, batch = ", ".join(args.train_data_path), args.train_batch_size * args.world_size
+    files = ", ".join(args.train_data_path)
+    batch = args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
         raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
-    is_sft, rewards = column(rows, "is_sft"), column(rows, "reward")
+    is_sft = column(rows, "is_sft")
+    rewards = column(rows, "reward")
     if learns_from_games and is_sft.all() and not args.allow_no_game_rows:
         raise utils.UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
@@ -209,8 +211,9 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
         )
     if args.allow_negative_rewards:
         return
-    of_games = ~is_sft if learns_from_games else np.zeros(len(rows), dtype=bool)
-    imitated, avoided = ((rewards < 0) & ~of_games).sum(), ((rewards < 0) & of_games).sum()
+    is_avoided = ~is_sft if learns_from_games else np.zeros(len(rows), dtype=bool)  # if its reward is below 0
+    avoided = ((rewards < 0) & is_avoided).sum()
+    imitated = ((rewards < 0) & ~is_avoided).sum()
     remedy = "--allow_negative_rewards True trains all the same"
     if imitated:
         kind = "SFT rows" if learns_from_games else "rows"
@@ -229,9 +232,13 @@ def check_positions(model: PreTrainedModel, paths: list[str], rows: Dataset) -> 
 
 def vocabulary_size(args: SPAGArguments) -> int:
     """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
-    names = (args.model_name_or_path, args.ref_model_name_or_path or args.model_name_or_path)
-    configs = [utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code) for name in names]
-    model, reference = [config.get_text_config().vocab_size for config in configs]
+
+    def size_of(name: str) -> int:
+        config = utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+        return config.get_text_config().vocab_size
+
+    model = size_of(args.model_name_or_path)
+    reference = size_of(args.ref_model_name_or_path) if args.ref_model_name_or_path else model
     if model != reference:
         raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
     return model
@@ -284,12 +291,14 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     from transformers.integrations import deepspeed as deepspeed_integration
 
     deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
-    args, folder = trainer.args, Path(trainer.args.output_dir, "merged")
+    args = trainer.args
+    folder = Path(args.output_dir, "merged")
     adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
     adapted.merge_and_unload().save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
     card = ModelCard.load(Path(args.output_dir, "README.md"))
-    card.data.library_name, card.data.tags = "transformers", ["spag", args.train_method]
+    card.data.library_name = "transformers"
+    card.data.tags = ["spag", args.train_method]
     card.save(folder / "README.md")
     utils.share_weights(folder)
 

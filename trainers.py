@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 import utils
-from dataloaders import IGNORE_INDEX, column, scored_places
+from dataloaders import IGNORE_INDEX, column, scored_positions
 
 if TYPE_CHECKING:  # arguments.py imports this module: its flags are those of the methods
     from arguments import SPAGArguments
@@ -50,11 +50,20 @@ REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probab
 logger = logging.getLogger(__name__)
 
 
+# Kinds of metrics. Each is two numbers of a micro-batch; `over` makes what is logged of those of all micro-batches and
+# ranks, (micro-batches, 2), or None if they had no rows.
+
+
 class Mean(NamedTuple):
-    """A metric that is logged as the mean over all rows of micro-batches and ranks."""
+    """A metric that is logged as the mean over all rows."""
 
     total: Tensor
     rows: Tensor
+
+    @staticmethod
+    def over(numbers: Tensor, seconds: float) -> float | None:
+        total, rows = numbers.sum(0).tolist()
+        return total / rows if rows else None
 
 
 class Largest(NamedTuple):
@@ -63,12 +72,22 @@ class Largest(NamedTuple):
     value: Tensor
     rows: Tensor
 
+    @staticmethod
+    def over(numbers: Tensor, seconds: float) -> float | None:
+        values, rows = numbers.unbind(1)
+        return values.max().item() if rows.any() else None
+
 
 class Rate(NamedTuple):
     """A metric that is logged as its sum a second."""
 
     total: Tensor
     rows: Tensor
+
+    @staticmethod
+    def over(numbers: Tensor, seconds: float) -> float | None:
+        totals, _ = numbers.unbind(1)
+        return totals.sum().item() / seconds
 
 
 # A loss returns (loss, metrics), with the same names in every micro-batch. A plain tensor (a term of the loss) counts
@@ -86,11 +105,12 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
     """
-    predicting, targets = logits[:, :-1], labels[:, 1:]
+    predicting = logits[:, :-1]
+    targets = labels[:, 1:]
     scored = targets != IGNORE_INDEX
     logprobs = token_logprob(predicting[scored], targets[scored])
-    by_place = logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs)
-    return by_place.sum(1) / scored.sum(1)
+    by_position = logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs)
+    return by_position.sum(1) / scored.sum(1)
 
 
 def label_logits(
@@ -107,11 +127,11 @@ def label_logits(
         mask = batch["attention_mask"]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         inputs |= {"attention_mask": mask, "position_ids": positions}
-    places = _places(batch)
+    predicting_positions = _scored_positions(batch)  # those that predict a scored label
 
     def select(layer, args):
         hidden, *rest = args  # (batch, T, hidden)
-        predicting = hidden.flatten(0, 1).index_select(0, places)  # those that predict a scored label
+        predicting = hidden.flatten(0, 1).index_select(0, predicting_positions)
         return (predicting.unsqueeze(0), *rest)  # (1, scored tokens, hidden)
 
     with module.get_output_embeddings().register_forward_pre_hook(select):
@@ -121,8 +141,8 @@ def label_logits(
 def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
     labels = batch["labels"]
-    by_place = values.new_zeros(labels.numel()).scatter(0, _places(batch), values)
-    return by_place.view(labels.shape).sum(1) / num_scored(batch)
+    by_position = values.new_zeros(labels.numel()).scatter(0, _scored_positions(batch), values)
+    return by_position.view(labels.shape).sum(1) / num_scored(batch)
 
 
 def label_logprob(
@@ -130,12 +150,12 @@ def label_logprob(
 ) -> Tensor:
     """`sequence_logprob` of a forward pass, with the arguments of `label_logits`: (batch,)."""
     logits = label_logits(model, module, batch, pads_left=pads_left)
-    targets = batch["labels"].flatten()[_places(batch) + 1]
+    targets = batch["labels"].flatten()[_scored_positions(batch) + 1]
     return row_means(token_logprob(logits, targets), batch)
 
 
-def _places(batch: dict[str, Tensor]) -> Tensor:
-    return batch["scored_places"] if "scored_places" in batch else scored_places(batch["labels"])
+def _scored_positions(batch: dict[str, Tensor]) -> Tensor:
+    return batch["scored_positions"] if "scored_positions" in batch else scored_positions(batch["labels"])
 
 
 def sft_loss(logprob: Tensor, num_tokens: Tensor, total_tokens: Tensor | float) -> Tensor:
@@ -212,7 +232,8 @@ def offline_po_loss(
 
 def _divide(total: Tensor, count: Tensor | float) -> Tensor:
     """total / count, or the total if the count is 0 (then the total is 0 too)."""
-    return total / (count + (count == 0))
+    count = torch.as_tensor(count)
+    return total / torch.where(count == 0, 1.0, count)  # asks no GPU for the count, which would wait for it
 
 
 def _over_rows(values: Tensor, mask: Tensor) -> Mean:
@@ -255,17 +276,17 @@ class MetricSums:
         self.start()
 
     def start(self) -> None:
-        self.batches: list[Tensor] = []  # of each micro-batch (names, 2): both numbers of every metric
+        self.batches: list[Tensor] = []  # of each micro-batch its metrics, (names, 2)
         self.since = time.perf_counter()
 
     def add(self, metrics: Metrics, batch: dict[str, Tensor]) -> None:
         tokens = batch["attention_mask"].sum().float()
         one = torch.ones_like(tokens)
-        pairs = {"tokens": Rate(tokens, one)}
+        measured = {"tokens_per_second": Rate(tokens, one)}
         for name, metric in metrics.items():
-            pairs[name] = metric if isinstance(metric, tuple) else Mean(metric, one)
-        self.kinds = {name: type(pair) for name, pair in pairs.items()}
-        self.batches.append(torch.stack([torch.stack(pair) for pair in pairs.values()]))
+            measured[name] = Mean(metric, one) if isinstance(metric, Tensor) else metric
+        self.kinds = {name: type(metric) for name, metric in measured.items()}
+        self.batches.append(torch.stack([torch.stack(metric) for metric in measured.values()]))
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
@@ -273,14 +294,10 @@ class MetricSums:
         seconds = time.perf_counter() - self.since
         self.start()
         logs = {}
-        for (name, kind), pairs in zip(self.kinds.items(), gathered.unbind(1), strict=True):
-            total, rows = pairs.sum(0).tolist()  # of (micro-batches, 2)
-            if kind is Rate:
-                logs[f"{name}_per_second"] = total / seconds
-            elif rows and kind is Largest:
-                logs[name] = pairs[:, 0].max().item()
-            elif rows:
-                logs[name] = total / rows
+        for (name, kind), numbers in zip(self.kinds.items(), gathered.unbind(1), strict=True):
+            logged = kind.over(numbers, seconds)
+            if logged is not None:
+                logs[name] = logged
         return logs
 
 
@@ -524,7 +541,9 @@ class SPAGTrainer(Trainer):
         totals = self.accelerator.reduce(sum(counts).to(self.args.device), reduction="sum")
         # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
         # the average is total cost / total count.
-        return batches, Denominators(*(totals / (len(batches) * self.accelerator.num_processes)))
+        micro_batches = len(batches) * self.accelerator.num_processes
+        game_rows, sft_rows, tokens = totals / micro_batches
+        return batches, Denominators(game_rows, sft_rows, tokens)
 
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
@@ -532,7 +551,8 @@ class SPAGTrainer(Trainer):
 
     def prepare_reference(self) -> None:
         """Compute the reference's log-probabilities. A run that continues reads those it stored."""
-        path, in_training = Path(self.args.output_dir, REFERENCE_FILE), len(self.train_dataset)
+        path = Path(self.args.output_dir, REFERENCE_FILE)
+        in_training = len(self.train_dataset)
         todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
         if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
             self.ref_logprobs[:in_training] = torch.from_numpy(np.load(path))
@@ -556,17 +576,18 @@ class SPAGTrainer(Trainer):
         """
         rows = self._compared(dataset)
         rows = rows[np.argsort(-column(dataset, "length")[rows], kind="stable")]
-        batch_size, ranks = self.args.eval_batch_size, self.accelerator.num_processes
-        chunks = math.ceil(len(rows) / (batch_size * ranks))
-        shares = np.resize(rows, (chunks, ranks, batch_size))
+        batch_size = self.args.eval_batch_size
+        ranks = self.accelerator.num_processes
+        steps = math.ceil(len(rows) / (batch_size * ranks))
+        chunks = np.resize(rows, (steps, ranks, batch_size))
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
         logprobs = []
-        for share in tqdm(shares[:, self.accelerator.process_index], "reference", disable=quiet):
-            batch = self._prepare_inputs(self.data_collator(dataset.select(share).to_list()))
+        for batch_rows in tqdm(chunks[:, self.accelerator.process_index], "reference", disable=quiet):
+            batch = self._prepare_inputs(self.data_collator(dataset.select(batch_rows).to_list()))
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
                 logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
         gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
-        in_gathered_order = shares.swapaxes(0, 1).reshape(-1)
+        in_gathered_order = chunks.swapaxes(0, 1).reshape(-1)
         indices = torch.from_numpy(column(dataset, "index")[in_gathered_order])
         self.ref_logprobs[indices.to(self.ref_logprobs.device)] = gathered.reshape(-1)
 
@@ -596,10 +617,12 @@ class SPAGTrainer(Trainer):
             return model.to(self.args.device)
         import deepspeed
 
-        of_policy = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        config = {name: of_policy[name] for name in ("bf16", "fp16", "steps_per_print") if name in of_policy}
-        zero = of_policy["zero_optimization"].items()
-        zero = {name: value for name, value in zero if name != "offload_optimizer" and value != "auto"}
+        policy_config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        kept = ("bf16", "fp16", "steps_per_print")
+        config = {name: value for name, value in policy_config.items() if name in kept}
+        zero = dict(policy_config["zero_optimization"])
+        zero.pop("offload_optimizer", None)
+        zero = {name: value for name, value in zero.items() if value != "auto"}
         config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         engine, *_ = deepspeed.initialize(model=model, config=config)
         engine.eval()
@@ -608,7 +631,8 @@ class SPAGTrainer(Trainer):
     def _save_checkpoint(self, model, trial):
         """Write COMPLETE once every rank has written its part; only then delete older checkpoints."""
         self.check_finite()
-        folder, limit = Path(self.args.output_dir), self.args.save_total_limit
+        folder = Path(self.args.output_dir)
+        limit = self.args.save_total_limit
         self.args.save_total_limit = None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
@@ -643,19 +667,21 @@ class SPAGTrainer(Trainer):
         super().create_model_card(finetuned_from=base if is_on_hub else None, dataset=self.args.train_data_path)
         path = Path(self.args.output_dir, "README.md")
         card = ModelCard.load(path)
-        head, hyperparameters = card.text.partition("\n# ")[0], card.text.partition("## Training procedure")[2]
+        head, _, _ = card.text.partition("\n# ")
+        _, _, hyperparameters = card.text.partition("## Training procedure")
         title = f"# {Path(self.args.output_dir).absolute().name}"
         card.text = f"{head}\n{title}\n\n{self.description()}\n## Training procedure{hyperparameters}"
         card.data.base_model = base if is_on_hub else None
         card.data.datasets = [name for name in self.args.train_data_path if not Path(name).exists()] or None
-        of_others = {tag for tag in card.data.tags if not tag.startswith("base_model:")}  # peft's names a folder
-        card.data.tags = sorted(of_others | {"spag", self.args.train_method})
+        tags = {tag for tag in card.data.tags if not tag.startswith("base_model:")}  # peft's names a folder
+        card.data.tags = sorted(tags | {"spag", self.args.train_method})
         card.data.model_index = None
         card.save(path)
 
     def description(self) -> str:
         """What a model card says about this training, in Markdown."""
-        args, is_sft = self.args, column(self.train_dataset, "is_sft")
+        args = self.args
+        is_sft = column(self.train_dataset, "is_sft")
         values = [f"{name} {getattr(args, name)}" for name in self.flags]
         reference = args.ref_model_name_or_path if self.reads_reference else None
         files = [f"`{utils.public_name(name)}`" for name in args.train_data_path]

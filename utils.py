@@ -40,18 +40,42 @@ TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-SAMPLES, SAMPLE_BYTES = 4096, 1 << 12  # a model's digest reads so many samples, each so long, of a file of weights
+SAMPLES = 4096  # of a file of weights, which a model's digest reads
+SAMPLE_BYTES = 4096  # the length of a sample
 # Files that training writes beside a model. They do not change what the model says.
-RECORDS = {"README.md", "settings.json", "complete", "trainer_state.json", "training_args.bin"}
-RECORDS |= {"train_results.json", "eval_results.json", "all_results.json"}
+RECORDS = {
+    "README.md",
+    "settings.json",
+    "complete",
+    "trainer_state.json",
+    "training_args.bin",
+    "train_results.json",
+    "eval_results.json",
+    "all_results.json",
+}
 # Encoders that transformers loads as causal language models too. They read ahead unless `is_decoder` is true.
-ENCODERS = {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}
-ENCODERS |= {"rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"}
-ENCODERS |= {"xmod"}
+ENCODERS = {
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
-OF_STAGE = ("settings", "finished", "made_by")  # fields of a record that are no notes
+OF_STAGE = ("settings", "finished", "made_by")  # fields of a record; all others are notes
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "vllm")
 logger = logging.getLogger(__name__)
@@ -140,7 +164,8 @@ def with_values(words: Iterable[str], booleans: Collection[str]) -> list[str]:
 
     So `--x` means `--x True`, and `--x FOLDER` leaves the folder to the program.
     """
-    words, filled = list(words), []
+    words = list(words)
+    filled = []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         filled += [word, "True"] if word in booleans and following.lower() not in BOOLEANS else [word]
     return filled
@@ -203,7 +228,8 @@ def on_rank_0(make: Callable[[], T]) -> T:
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
-    store, key = launch_store(), f"spag/{next(_calls)}"
+    store = launch_store()
+    key = f"spag/{next(_calls)}"
     if rank() == 0:
         try:
             store.set(key, json.dumps({"value": make()}))
@@ -351,11 +377,12 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
 
 
 def _check_visible(line: str, word: str) -> None:
-    """Raise UserError for a format character inside a word, such as U+200B; it names its place in the line."""
+    """Raise UserError for a format character inside a word, such as U+200B; it names its position in the line."""
     start = line.index(word)
-    for place, each in enumerate(word, start=start + 1):
-        if unicodedata.category(each) == "Cf" and each not in JOINERS:
-            raise UserError(f"character {place} is the invisible U+{ord(each):04X}, which nobody says; delete it")
+    for position, character in enumerate(word, start=start + 1):
+        if unicodedata.category(character) == "Cf" and character not in JOINERS:
+            code = f"U+{ord(character):04X}"
+            raise UserError(f"character {position} is the invisible {code}, which nobody says; delete it")
 
 
 @contextmanager
@@ -514,7 +541,8 @@ def model_folder(name: str) -> Path:
 
         with told(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
-    has_config, has_adapter = ((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    has_config = (folder / "config.json").is_file()
+    has_adapter = (folder / "adapter_config.json").is_file()
     if has_config and has_adapter:  # transformers would add the adapter to weights that may hold it already
         remedy = "take it out if the weights are merged, or give the folder merged/ of the training"
         raise UserError(f"{folder}: adapter_config.json lies beside a whole model; {remedy}")
@@ -594,8 +622,9 @@ class Positions:
 
     def _is_table(self, name: str, module) -> bool:
         """Whether this is the embedding of the text's positions: OPT's and BART's tables have two rows more."""
-        name, rows = name.rpartition(".")[2], getattr(module, "num_embeddings", None)
-        is_named_so = "position" in name or name == "wpe"
+        rows = getattr(module, "num_embeddings", None)
+        last_name = name.rpartition(".")[2]
+        is_named_so = "position" in last_name or last_name == "wpe"
         return is_named_so and self.most is not None and rows in range(self.most, self.most + 3)
 
     def check(self, what: str, tokens: int) -> None:
@@ -662,9 +691,10 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 def model_setting(name: str) -> dict:
     """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
 
-    `samples` tells this digest from those of older versions, which read fewer.
+    `samples` says of how many, as a digest of more samples is another one.
     """
-    folder, digest = model_folder(name), hashlib.sha256()
+    folder = model_folder(name)
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
             continue
@@ -741,14 +771,16 @@ def stage(
     launch enter together; `ranks=False` is for programs that run as one process.
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """
-    record, compared = Path(record), json.loads(json.dumps(settings))  # tuples are lists in a file
+    record = Path(record)
+    compared = json.loads(json.dumps(settings))  # tuples are lists in a file
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     everywhere = on_rank_0 if ranks else lambda make: make()
     try:
         todo, notes = everywhere(lambda: _begin(record, compared, results, defaults, lock))
         work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
         yield work
-        everywhere(lambda: None)  # all ranks have ended their part
+        if ranks:
+            barrier()  # all ranks have ended their part
         if work.todo:
             work.write(finished=True)
     finally:
@@ -791,14 +823,16 @@ def differences(then: Mapping, now: Mapping) -> list[str]:
     """A phrase for each setting that differs. Files and models differ if their sha256 does."""
     phrases = []
     for name in {**then, **now}:
-        sides = then.get(name), now.get(name)
-        old, new = (side if isinstance(side, dict) else {"sha256": side} for side in sides)
-        if old.get("sha256", old) == new.get("sha256", new):
-            continue
-        is_older = "path" in old and "samples" in new.keys() - old.keys()
-        note = " (a digest of an older version)" if is_older else ""
-        phrases.append(f"{name}: {sides[0]} then{note}, {sides[1]} now")
+        old = then.get(name)
+        new = now.get(name)
+        if _content(old) != _content(new):
+            phrases.append(f"{name}: {old} then, {new} now")
     return phrases
+
+
+def _content(setting):
+    """The digest of a file or a model, else the value itself."""
+    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
 
 @functools.cache

@@ -117,8 +117,8 @@ def batch(
 ) -> dict:
     """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,).
 
-    scored_places (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the tokenizer.
-    `vocab_size` is the model's, if the tokenizer's padding token may lie behind it.
+    scored_positions (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the
+    tokenizer. `vocab_size` is the model's, if the tokenizer's padding token may lie behind it.
     """
     from dataloaders import SPAGCollator, encode_example
 
