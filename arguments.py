@@ -144,7 +144,7 @@ class SPAGArguments(MethodArguments):
             self.dataloader_pin_memory = False
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
-        with utils.told("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
+        with utils.user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
             _check_deepspeed_numbers(self)
             for callback in get_reporting_integration_callbacks(self.report_to):
@@ -229,9 +229,9 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
         raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
-    with utils.told(f"--seed {args.seed}", ValueError):
+    with utils.user_errors(f"--seed {args.seed}", ValueError):
         np.random.RandomState(args.seed)
-    with utils.told(f"--data_seed {args.data_seed}", ValueError):
+    with utils.user_errors(f"--data_seed {args.data_seed}", ValueError):
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args.deepspeed)

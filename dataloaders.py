@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 import utils
-from utils import StrPath, UserError, told
+from utils import StrPath, UserError, user_errors
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
@@ -56,7 +56,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
         row |= messages_to_row(row["messages"], tokenizer, row["tools"])
     weight = row.get("weight", 1.0)
     reward = row.get("reward")
-    with told("weight or reward", TypeError, OverflowError):
+    with user_errors("weight or reward", TypeError, OverflowError):
         if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
             raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
     return TextRow(
@@ -83,7 +83,7 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
     reply = messages[replies[-1]]
     render = partial(utils.chat_text, tokenizer, tools=tools, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
-    with told(refusal, ValueError, TypeError, TemplateError):
+    with user_errors(refusal, ValueError, TypeError, TemplateError):
         query = render(before, add_generation_prompt=True)
         whole = render([*before, reply])
         if tools and query == render(before, add_generation_prompt=True, tools=None):
@@ -214,7 +214,7 @@ def encoded_batches(
             chunk = rows[start : start + ROWS_AT_ONCE]
             encoded = encode(chunk, tokenizer)
             for number, row in enumerate(encoded, start=start + 1):
-                with told(f"{path}: row {number}", UserError):
+                with user_errors(f"{path}: row {number}", UserError):
                     check_encoded(row, tokenizer, vocab_size)
             batch = {name: [row[name] for row in encoded] for name in encoded[0] if name in COLUMNS}
             first = first_index + count["rows"]

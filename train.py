@@ -88,7 +88,7 @@ def run(trainer: SPAGTrainer) -> None:
     trainer.check_finite()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
-    utils.on_rank_0(lambda: share_saved_weights(args.output_dir))
+    utils.on_rank_0(lambda: make_saved_weights_readable(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
@@ -101,14 +101,14 @@ def run(trainer: SPAGTrainer) -> None:
     trainer.save_metrics("train", result.metrics)
 
 
-def share_saved_weights(folder: str) -> None:
+def make_saved_weights_readable(folder: str) -> None:
     """Let others read the weights of the model or the adapters. UserError if none were saved."""
     if not any(Path(folder).glob("*.safetensors")):
         raise utils.UserError(
             f"{folder}: no *.safetensors was saved, so this training does not count as finished; if DeepSpeed "
             "left zero_to_fp32.py there, that script makes the weights"
         )
-    utils.share_weights(folder)
+    utils.make_weights_readable(folder)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
@@ -257,7 +257,7 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     if targets != ALL_LINEAR and missing:  # peft would go on with those that are there
         raise utils.UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
     left_out = NEVER_ADAPTED.get(model.config.model_type) if targets == ALL_LINEAR else None
-    with utils.told("--lora flags", ValueError, TypeError):
+    with utils.user_errors("--lora flags", ValueError, TypeError):
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=args.lora_rank,
@@ -300,7 +300,7 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     card.data.library_name = "transformers"
     card.data.tags = ["spag", args.train_method]
     card.save(folder / "README.md")
-    utils.share_weights(folder)
+    utils.make_weights_readable(folder)
 
 
 def summary(trainer: SPAGTrainer) -> str:

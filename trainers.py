@@ -461,7 +461,7 @@ class SPAGTrainer(Trainer):
         return defaults
 
     def __init__(self, *, args: "SPAGArguments", **kwargs):
-        with utils.told("the Trainer", ValueError, ImportError):
+        with utils.user_errors("the Trainer", ValueError, ImportError):
             super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
@@ -527,7 +527,7 @@ class SPAGTrainer(Trainer):
 
     def create_optimizer(self, *args):
         """The Trainer's. UserError if its package is missing."""
-        with utils.told("--optim", ValueError, ImportError):
+        with utils.user_errors("--optim", ValueError, ImportError):
             return super().create_optimizer(*args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -639,7 +639,7 @@ class SPAGTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # ranks write into one folder
         if self.args.should_save:
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
-            utils.share_weights(checkpoint)
+            utils.make_weights_readable(checkpoint)
             (checkpoint / COMPLETE).touch()
             for old in old_checkpoints(folder, limit, self.state.best_model_checkpoint):
                 delete_checkpoint(old)

@@ -91,7 +91,7 @@ class UserError(ValueError):
 
 
 @contextmanager
-def told(where: object, *types: type[BaseException]) -> Iterator[None]:
+def user_errors(where: object, *types: type[BaseException]) -> Iterator[None]:
     """Raise errors of these types as UserError: where, and the first line of what the library said.
 
     For the places where a library reads what a person gave. A person's own code does not belong inside. A UserError
@@ -101,11 +101,17 @@ def told(where: object, *types: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except types as error:
-        inside = isinstance(error, ImportError) and (error.name or type(error) is not ImportError)
-        if inside or isinstance(error, UserError) and UserError not in types:
+        if isinstance(error, UserError) and UserError not in types:
+            raise
+        if _comes_from_inside_a_package(error):
             raise
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(f"{where}: {first_line or type(error).__name__}") from error
+
+
+def _comes_from_inside_a_package(error: BaseException) -> bool:
+    """Whether Python's import raised this error, and not a library by hand."""
+    return isinstance(error, ImportError) and (error.name is not None or type(error) is not ImportError)
 
 
 def run_program(
@@ -299,7 +305,7 @@ def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T
     """`make` of each record. UserError names a row that is no object, and one of which `make` raises a UserError."""
     made = []
     for number, record in enumerate(records, start=1):
-        with told(f"{path}: row {number}", UserError):
+        with user_errors(f"{path}: row {number}", UserError):
             if not isinstance(record, dict):
                 raise UserError("not a JSON object")
             made.append(make(record))
@@ -340,7 +346,7 @@ def data_folder(name: str) -> Path:
         raise UserError(f"{name}: no such file")
     from huggingface_hub import snapshot_download
 
-    with told(f"{name}: no such file, and no such data set on the hub or in its cache", OSError, ValueError):
+    with user_errors(f"{name}: no such file, and no such data set on the hub or in its cache", OSError, ValueError):
         return Path(snapshot_download(name, repo_type="dataset"))
 
 
@@ -367,7 +373,7 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if word := line.strip(AROUND_WORDS):
-            with told(f"{path}:{number}", ValueError, UserError):
+            with user_errors(f"{path}:{number}", ValueError, UserError):
                 _check_visible(line, word)
                 check(word)
             words.append(word)
@@ -539,7 +545,7 @@ def model_folder(name: str) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        with told(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
+        with user_errors(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
     has_config = (folder / "config.json").is_file()
     has_adapter = (folder / "adapter_config.json").is_file()
@@ -567,7 +573,7 @@ def public_name(name: str) -> str:
 def from_folder(auto, name: StrPath, **options):
     """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
     folder = model_folder(str(name))
-    with told(folder, ValueError, ImportError):
+    with user_errors(folder, ValueError, ImportError):
         try:
             return auto.from_pretrained(folder, **options)
         except ValueError as error:
@@ -638,7 +644,7 @@ class Positions:
         warn_on_rank_0("%s: %d tokens, and the model's config.json says %d positions", what, tokens, self.most)
 
 
-def share_weights(folder: StrPath) -> None:
+def make_weights_readable(folder: StrPath) -> None:
     """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
     mask = os.umask(0)
     os.umask(mask)

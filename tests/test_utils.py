@@ -147,7 +147,7 @@ def test_others_may_read_weights_if_they_may_read_a_new_file(tmp_path):
         before = os.umask(mask)
         (tmp_path / f"new{mask}").touch()
         (tmp_path / "model.safetensors").touch(mode=0o600)
-        utils.share_weights(tmp_path)
+        utils.make_weights_readable(tmp_path)
         os.umask(before)
         assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / f"new{mask}").stat().st_mode
 
@@ -178,16 +178,17 @@ def test_output_that_cannot_be_encoded_is_replaced():
 
 
 def test_errors_of_a_library_that_reads_what_a_person_gave_become_one_line():
-    with pytest.raises(utils.UserError, match="^folder: no such type$") as raised, utils.told("folder", ValueError):
+    refused = pytest.raises(utils.UserError, match="^folder: no such type$")
+    with refused as raised, utils.user_errors("folder", ValueError):
         raise ValueError("no such type\nmore words")
     assert isinstance(raised.value.__cause__, ValueError)
-    with pytest.raises(utils.UserError, match="^of its own$"), utils.told("x", ValueError):
+    with pytest.raises(utils.UserError, match="^of its own$"), utils.user_errors("x", ValueError):
         raise utils.UserError("of its own")
 
 
 def test_an_import_error_is_told_if_a_library_names_a_package_and_keeps_its_traceback_inside_one():
-    with pytest.raises(utils.UserError, match="^x: install y$"), utils.told("x", ImportError):
+    with pytest.raises(utils.UserError, match="^x: install y$"), utils.user_errors("x", ImportError):
         raise ImportError("install y")
     for code in ("import no_such_package", "from json import no_such_name"):
-        with pytest.raises(ImportError), utils.told("x", ImportError):
+        with pytest.raises(ImportError), utils.user_errors("x", ImportError):
             exec(code)

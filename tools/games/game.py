@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from utils import UserError, files_setting, told
+from utils import UserError, files_setting, user_errors
 
 SECRET, GUESS = "secret", "guess"  # kinds of text that the report marks in a message
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
@@ -163,7 +163,7 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     if ":" not in place:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
     make = load_member(place)
-    with told(f"--game {name}, its options", TypeError):  # a missing or an unknown one
+    with user_errors(f"--game {name}, its options", TypeError):  # a missing or an unknown one
         inspect.signature(make).bind(**options)
     return make(**options)
 
@@ -185,7 +185,7 @@ def load_member(path: str) -> Any:
             if not f"{place}.".startswith(f"{error.name}."):  # of an import inside it
                 raise
             raise UserError(f"{path}: {error}") from None
-    with told(path, AttributeError):
+    with user_errors(path, AttributeError):
         return getattr(module, name)
 
 

@@ -8,7 +8,7 @@ import math
 import random
 
 from tools.games.game import Game, History, Outcome
-from utils import ROOT, require, told
+from utils import ROOT, require, user_errors
 
 ZERO, ONE = "player_zero", "player_one"
 
@@ -32,7 +32,7 @@ class TextArena(Game):
     def __init__(self, env: str):
         require("textarena", "textarena==0.7.4")
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
-        with told(f"env={env}", ValueError, AssertionError):  # unknown, or not for two players
+        with user_errors(f"env={env}", ValueError, AssertionError):  # unknown, or not for two players
             limit = self._replay(self.example_task, ()).max_turns
         if limit:  # in messages; some environments take one more
             self.max_turns = math.ceil((limit + 1) / 2)

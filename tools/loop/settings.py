@@ -341,7 +341,7 @@ def to_value(name: str, value: Any, *, split: bool) -> Value | None:
     if isinstance(value, list):
         return [to_text(name, each) for each in value]
     if split:
-        with utils.told(name, ValueError):
+        with utils.user_errors(name, ValueError):
             return [to_text(name, each) for each in shlex.split(value)] or None
     return to_text(name, value) or None
 

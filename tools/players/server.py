@@ -19,7 +19,7 @@ from tools.players.player import (
     draw_seed,
     split_thought,
 )
-from utils import UserError, printable, require, told, warn_on_rank_0, whole_characters
+from utils import UserError, printable, require, user_errors, warn_on_rank_0, whole_characters
 
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
@@ -51,7 +51,7 @@ class ServerFlags(Sampling):
 def server_url(flags: ServerFlags) -> str:
     """The URL of the server; "" if there is none. UserError if it does not begin with http:// or https://."""
     url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL", "").strip()
-    with told(f"--openai_base_url {url}", ValueError):
+    with user_errors(f"--openai_base_url {url}", ValueError):
         parts = urlsplit(url)
     if url and not (parts.scheme in ("http", "https") and parts.hostname):
         raise UserError(f"--openai_base_url {url}: not a URL of a server, such as http://localhost:8000/v1")
@@ -81,7 +81,7 @@ def connect(flags: ServerFlags):
         http_client = openai.DefaultAsyncHttpxClient(trust_env=False, verify=ssl.create_default_context())
     else:
         proxy = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY"
-        with told(proxy, ImportError, ValueError):
+        with user_errors(proxy, ImportError, ValueError):
             http_client = openai.DefaultAsyncHttpxClient()
     return openai.AsyncOpenAI(
         api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tools.flags import check_values, flag
 from tools.games.game import EPISODE_KEYS, Game
-from utils import UserError, told
+from utils import UserError, user_errors
 
 WINNER, ALL = "winner", "all"  # values of --messages
 PAPER, NONE, ROLE = "paper", "none", "role"  # values of --role_weights and --baseline
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
     """Raise UserError that names the first invalid episode by `place` and its number, which counts from `first`."""
     for number, episode in enumerate(episodes, start=first):
-        with told(f"{place} {number}", ValueError, UserError):
+        with user_errors(f"{place} {number}", ValueError, UserError):
             game.check_episode(episode)
 
 

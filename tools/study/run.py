@@ -25,7 +25,7 @@ from tools.games.game import load_member
 from tools.loop.settings import PROGRAMS, Loop, nearest, read_loop, saying
 from tools.loop.stages import TERMINATED, environment, say
 from tools.study import collect, table
-from utils import ROOT, UserError, read_text, run_program, told, write_text
+from utils import ROOT, UserError, read_text, run_program, user_errors, write_text
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
 
@@ -62,7 +62,7 @@ class Study:
 
 def read_study(path: str, settings: Sequence[str]) -> Study:
     """Read a file of arms. UserError for what is wrong in it, also in the last arm, which may be days away."""
-    with told(f"{path}: not TOML", tomllib.TOMLDecodeError):
+    with user_errors(f"{path}: not TOML", tomllib.TOMLDecodeError):
         tree = tomllib.loads(read_text(path), parse_float=str)
     kinds = {each.name: get_origin(each.type) or each.type for each in fields(Study)}
     for key, value in tree.items():

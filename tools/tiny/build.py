@@ -20,7 +20,16 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
-from utils import ROOT, files_setting, run_program, run_python, share_weights, stage, write_records, write_words
+from utils import (
+    ROOT,
+    files_setting,
+    make_weights_readable,
+    run_program,
+    run_python,
+    stage,
+    write_records,
+    write_words,
+)
 
 GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
 # Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
@@ -86,7 +95,7 @@ def write_data(folder: Path, flags: Flags) -> None:
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
-    share_weights(folder / "random")
+    make_weights_readable(folder / "random")
     words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
     words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
     run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
