@@ -420,7 +420,7 @@ def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on
 
 
 def test_another_imitation_model_brings_other_games(run):
-    assert kept(run, "imitation_model=other") == ["imitation"]
+    assert kept(run, "imitation_model=other") == ["imitation"] and kept(run, "imitation_model=") == []
     assert kept(run, "imitation_model=other", "first_episodes=x.json") == BOTH
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.loop.settings import Settings, read_argument
 from tools.loop.stages import STOPPING, Stages, say
-from utils import run_program
+from utils import UserError, run_program
 
 # The world and the loop of QUICK=1. Its model wins hardly a game, so it learns from all messages.
 QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()
@@ -28,7 +28,9 @@ def main() -> None:
     given: Settings = {"output": "outputs/quickstart_quick" if quick else "outputs/quickstart"}
     for argument in sys.argv[1:]:  # a wrong one is refused before the world is built
         given |= read_argument(argument)
-    output = str(given["output"] or Path.cwd())
+    if not given["output"]:
+        raise UserError("output= is empty; it names the folder of all results")
+    output = str(given["output"])
     world = [sys.executable, "-m", "tools.tiny.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
     status = run_loop([*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]])

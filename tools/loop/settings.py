@@ -454,9 +454,9 @@ def begin_like(folder: str, changes: Settings) -> BegunLike:
         raise UserError(f"like={folder}: {', '.join(sorted(foundation))} must be those of {folder}; {remedy}")
     why_imitate = {name for name in different if name.startswith("imitation.")}
     why_play = why_imitate | {name for name in different if name in OF_EPISODES or name.startswith("play.")}
-    if "imitation_model" in different:
-        why_play.add("imitation_model")  # other games than those of the model that trains
-    if "imitation_model" not in given:
+    if "imitation_model" in given:
+        why_play.add("imitation_model")  # a model trains on its own games
+    else:
         settings["imitation_model"] = imitation_of(folder, settings | changes, anew=why_imitate)
     settings["first_episodes"] = None if why_play else stored["first_episodes"]
     line = kept_and_anew(folder, settings | changes, why_imitate | foundation, why_play | foundation)
