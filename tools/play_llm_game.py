@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tools.flags import file_name, flag, parse_flags
 from tools.players.human import HUMAN
 from tools.selfplay.engines import choose_engine, engine_notes, player_setting
-from tools.selfplay.episodes import EpisodeFiles
+from tools.selfplay.episodes import EpisodeFiles, new_tokens
 from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
 from utils import rank, read_json, read_words, run_program, stage
@@ -53,8 +53,10 @@ def main() -> None:
         "seed": flags.seed,
     }
     with stage(files.record_path, settings, results=files.patterns, defaults=vars(PlayFlags())) as work:
+        tokens_before, seconds = 0, 0.0
         if work.todo:
-            play_words(
+            tokens_before = sum(map(new_tokens, files.finished().values()))
+            seconds = play_words(
                 game,
                 files.missing(),
                 names,
@@ -66,7 +68,10 @@ def main() -> None:
             )
             files.finish()
     if rank() == 0:
-        print(json.dumps(read_json(files.summary_path)))
+        counts = read_json(files.summary_path)
+        # Of all processes in this start, by the clock of rank 0, without the time to load models.
+        speed = (counts["new_tokens"] - tokens_before) / seconds if seconds else None
+        print(json.dumps(counts | {"new_tokens_per_second": speed and round(speed, 1)}))
 
 
 if __name__ == "__main__":

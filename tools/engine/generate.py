@@ -21,33 +21,31 @@ class BatchEngine(Engine):
     def __init__(self, local: LocalModel, batch_size: int):
         self.codec, self.model, self.size = local.codec, local.model, batch_size
         self.computes_in = local.computes_in
-        self.waiting: deque[tuple[int, str, int]] = deque()  # (request, prompt, most tokens of the reply)
+        self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
 
     def start(self, request: int, prompt: Prompt) -> None:
-        self.waiting.append((request, prompt.text, prompt.limit or self.codec.sampling.max_new_tokens))
+        self.waiting.append((request, prompt.text))
 
     def run(self) -> list[tuple[int, Reply]]:
         """Answer the next batch, as Engine.run."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
-        requests, prompts, limits = zip(*batch, strict=True)
-        codec, config = self.codec, generation_config(self.codec)
-        config.max_new_tokens = max(limits)
-        encoded = [codec.encode(prompt) for prompt in prompts]
+        encoded = [self.codec.encode(prompt) for _, prompt in batch]  # (token ids, whether the prompt was cut)
         rows = [torch.tensor(ids) for ids, _ in encoded]
-        masks = [torch.ones_like(row) for row in rows]
-        input_ids, attention_mask = (  # (batch, longest prompt) each
-            pad_sequence(each, batch_first=True, padding_side="left").to(self.model.device) for each in (rows, masks)
-        )
-        width = input_ids.shape[1]
+        input_ids = self._pad(rows)  # (batch, longest prompt)
+        attention_mask = self._pad([torch.ones_like(row) for row in rows])
         output = self.model.generate(
             input_ids,
             attention_mask=attention_mask,
-            generation_config=config,
+            generation_config=generation_config(self.codec),
             logits_processor=LogitsProcessorList([CheckLogits()]),
         )
-        new_ids = [ids[width : width + limit] for ids, limit in zip(output.tolist(), limits, strict=True)]
-        replies = [codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
-        return list(zip(requests, replies, strict=True))
+        new_ids = output[:, input_ids.shape[1] :].tolist()
+        replies = [self.codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
+
+    def _pad(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Rows of different lengths as one tensor, with zeros on the left."""
+        return pad_sequence(rows, batch_first=True, padding_side="left").to(self.model.device)
 
 
 def check_logits(logits: torch.Tensor) -> None:

@@ -134,11 +134,10 @@ def own_device() -> torch.device:
 
 
 class Prompt(NamedTuple):
-    """A prompt of a game, and what is known of its reply."""
+    """A prompt, with the game that it is of."""
 
     text: str
     game_index: int
-    limit: int | None = None  # most tokens of the reply; None: --max_new_tokens
     seed: int = 0  # for vLLM; our own engines draw from the Batcher's state of torch
 
 

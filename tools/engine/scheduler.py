@@ -23,7 +23,6 @@ class Request:
     prompt_ids: list[int]
     prompt_cut: bool
     game: int
-    limit: int  # maximum number of tokens of the reply
     reply: list[int] = field(default_factory=list)
 
 

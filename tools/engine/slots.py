@@ -38,14 +38,13 @@ class SlotEngine(Engine):
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
         self.warp = _warpers(sampling)
-        limit = max(1, cache_tokens // BLOCK)
-        self.scheduler = Scheduler(slots, block_limit=limit, max_new_tokens=sampling.max_new_tokens)
+        block_limit = max(1, cache_tokens // BLOCK)
+        self.scheduler = Scheduler(slots, block_limit=block_limit, max_new_tokens=sampling.max_new_tokens)
         self.caches: dict[int, LayerCache] = {}  # by layer
 
     def start(self, request: int, prompt: Prompt) -> None:
         ids, prompt_cut = self.codec.encode(prompt.text)
-        limit = prompt.limit or self.codec.sampling.max_new_tokens
-        self.scheduler.waiting.append(Request(request, ids, prompt_cut, prompt.game_index, limit))
+        self.scheduler.waiting.append(Request(request, ids, prompt_cut, prompt.game_index))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
@@ -114,7 +113,7 @@ class SlotEngine(Engine):
         """Add a sampled token to a reply. Returns (request, reply) if the reply has ended."""
         request = slot.request
         request.reply.append(token)
-        if token not in self.codec.stop_ids and len(request.reply) < request.limit:
+        if token not in self.codec.stop_ids and len(request.reply) < self.codec.sampling.max_new_tokens:
             slot.token_ids.append(token)
             return None
         self.scheduler.finish(slot)

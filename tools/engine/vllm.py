@@ -86,12 +86,11 @@ class VLLMEngine:
 
         ids, self.prompt_cut[str(request)] = self.codec.encode(prompt.text)
         sampling = self.codec.sampling
-        limit = prompt.limit or sampling.max_new_tokens
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         params = SamplingParams(
             **(drawn | {"seed": prompt.seed} if sampling.do_sample else {"temperature": 0}),
-            max_tokens=limit,
-            min_tokens=min(sampling.min_new_tokens, limit),
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
             stop_token_ids=self.codec.stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -126,14 +126,14 @@ def play_words(
     note_engines: NoteEngines = lambda names: None,
     labels: Mapping = {},
     title: str = "games",
-) -> None:
-    """Play (index, word) pairs, and store each game, with `labels` in it, as it ends.
+) -> float:
+    """Play (index, word) pairs, and store each game, with `labels` in it, as it ends. Returns the seconds of play.
 
     `names` are the players of roles[0] and roles[1], as on the command line. A game of which a reply is unavailable
     is not stored, so the next start plays it. `title` stands before the progress bar.
     """
     if not tasks:
-        return
+        return 0.0
     players, games_at_once = make_players(
         names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
     )
@@ -155,6 +155,7 @@ def play_words(
         concurrent_games=games_at_once,
         on_episode=on_episode,
     )
+    started = time.monotonic()
     try:
         with closing(bar):
             asyncio.run(games)
@@ -163,6 +164,7 @@ def play_words(
             raise
         print("\nYou have left. The same command plays the games that are missing.")
         sys.exit(UNFINISHED if isinstance(left, EOFError) else INTERRUPTED)
+    return time.monotonic() - started
 
 
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
