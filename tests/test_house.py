@@ -18,7 +18,7 @@ HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room 
 ALONE = {"reasoning": {"utils", "estimates"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "questions"}  # pieces for people, and log-probabilities of choices
-TAKES_PARSER = {"settings"}  # the loop reads the flags of train.py by its own parser
+TAKES_PARSER = {"keys", "record"}  # the loop: the parser of train.py, and which of its flags change results
 
 
 def room_of(module: str) -> str | None:

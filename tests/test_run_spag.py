@@ -24,7 +24,8 @@ from tools.evaluate_games import Flags as MatchFlags
 from tools.evaluate_reasoning import Flags as ReasoningFlags
 from tools.flags import parse_flags
 from tools.loop import machine
-from tools.loop.settings import read_loop, write_record
+from tools.loop.record import write_record
+from tools.loop.settings import read_loop
 from tools.loop.stages import StageFailed, Stages
 from tools.play_llm_game import Flags as PlayFlags
 from utils import write_json

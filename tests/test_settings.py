@@ -20,8 +20,10 @@ from tools import run_spag
 from tools.games import load_game
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
-from tools.loop import machine, settings
-from tools.loop.settings import DEFAULTS, OWN, PROGRAMS, flags_of, read_file, read_loop
+from tools.loop import keys, machine
+from tools.loop.keys import OWN, PROGRAMS, flags_of
+from tools.loop.record import write_record
+from tools.loop.settings import DEFAULTS, read_file, read_loop
 from tools.loop.stages import take_lock
 from utils import UserError, alpaca_to_row, files_setting, load_tokenizer, read_json, write_json
 
@@ -77,7 +79,7 @@ def start(tmp_path, needed, monkeypatch):
 
 
 def test_of_files_and_words_the_last_one_counts_and_a_table_counts_more_than_what_is_above_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "ROOT", Path("/My Drive/spag"))
+    monkeypatch.setattr(keys, "ROOT", Path("/My Drive/spag"))
     monkeypatch.setenv("HOME", "/home/me")
     windows = '\ufefftop_k = 8\r\nwords = "a #b"\r\nmodel = "run#3" # "x"\r\nlearning_rate = 1e-3\r\n'
     windows += 'prompt_templates = "$ROOT/a"\r\n[training]\r\nlearning_rate = 3e-4\r\nlm_sft_coeff = ""\r\n'
@@ -364,7 +366,7 @@ def run(needed, tmp_path) -> Path:
     words |= {"control": "cloning", "temperature": 0.5, "training.lm_kl_coeff": 0.3, "play.engine": "generate"}
     words |= {"play.per_device_eval_batch_size": 7, "training.per_device_train_batch_size": 4, "lora_rank": 4}
     loop, _ = read_loop(words_of(needed | words))
-    settings.write_record(loop, ["art"])
+    write_record(loop, ["art"])
     write_json(run / "imitation/model/settings.json", {"finished": True})
     (run / "imitation/model/merged").mkdir()
     write_json(run / "epoch1/episodes/imitation_sampling_words_results.json", [])

@@ -19,21 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.loop.inputs import MEASURING, PHASES, Place, check_inputs, last_place
-from tools.loop.machine import Question, ask
-from tools.loop.settings import (
+from tools.loop.keys import (
     NONE,
     OWN,
     PROGRAMS,
     TRAININGS,
     Loop,
-    check_record,
     command_line,
     flags_of,
     has_reference,
     parse_command,
-    read_loop,
-    write_record,
 )
+from tools.loop.machine import Question, ask
+from tools.loop.record import check_record, write_record
+from tools.loop.settings import read_loop
 from tools.loop.stages import StageFailed, Stages, say, take_lock
 from utils import ROOT, UserError, run_program
 

@@ -12,7 +12,7 @@ import utils
 from tools.flags import GameChoice
 from tools.games import prompts
 from tools.games.game import Game
-from tools.loop.settings import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop
+from tools.loop.keys import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop
 from utils import UserError, read_json
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop

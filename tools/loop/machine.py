@@ -13,10 +13,9 @@ import sys
 from dataclasses import dataclass
 
 import utils
+from tools.loop.keys import AUTO, NONE
 from tools.loop.stages import environment
 from utils import ROOT, UserError, read_json
-
-AUTO, NONE = "auto", "none"
 
 
 @dataclass

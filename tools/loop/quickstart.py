@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from tools.loop.settings import Settings, read_argument
+from tools.loop.keys import Settings
+from tools.loop.settings import read_argument
 from tools.loop.stages import STOPPING, Stages, say
 from utils import UserError, run_program
 

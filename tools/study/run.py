@@ -22,7 +22,8 @@ from typing import Any, NoReturn, get_origin
 
 from tools.flags import build_parser, check_values, flag
 from tools.games.game import load_member
-from tools.loop.settings import PROGRAMS, Loop, nearest, read_loop, saying
+from tools.loop.keys import PROGRAMS, Loop, nearest, saying
+from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
 from tools.study import collect, table
 from utils import ROOT, UserError, read_text, run_program, user_errors, write_text

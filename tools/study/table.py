@@ -17,7 +17,7 @@ from scipy import stats
 
 from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
-from tools.loop.settings import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
+from tools.loop.record import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
 from tools.study import collect
 from tools.study.collect import (
     BASE,

@@ -1,0 +1,300 @@
+"""What a setting of the loop may be called, and how its value becomes a flag of a stage's program.
+
+A setting has a name, `epochs` or `play.temperature`, and a value, a text or a list of texts: what would stand behind
+the flag on the command line of the stage's program. That program's own parser reads it.
+"""
+
+import dataclasses
+import difflib
+import functools
+import os
+import re
+import shlex
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import utils
+from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
+from tools.flags import build_parser, check_values, flag
+from utils import ROOT, UserError
+
+AUTO, NONE = "auto", "none"
+CONTROLS = ("cloning", "sft", "silent")
+Value = str | list[str]
+Settings = dict[str, Value | None]  # by name; None: the default of the program counts
+
+
+def whole_number_or_auto(text: str) -> int | str:
+    """The `type` of `processes`."""
+    if text == AUTO:
+        return text
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ArgumentTypeError(f"expected auto or a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def boolean_or_auto(text: str) -> bool | str:
+    """The `type` of `gradient_checkpointing`."""
+    if text != AUTO and text.lower() not in utils.BOOLEANS:
+        raise ArgumentTypeError(f"expected auto, True or False, got {text!r}")
+    return text if text == AUTO else utils.parse_bool(text)
+
+
+@dataclass(kw_only=True)
+class OwnSettings:
+    """The settings of the loop itself. All others are flags of a stage."""
+
+    model: str = flag("base model: a folder, or a name on the hub")
+    words: str = flag("word list of self-play, one word a line")
+    output: str = flag("folder of all results")
+    imitation_model: str | None = flag("a trained imitation model, in the place of training one", default=None)
+    first_episodes: str | None = flag("file of episodes that takes the place of epoch 1's play", default=None)
+    like: str | None = flag("output of another run, which this one begins like (tools/loop/README.md)", default=None)
+    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=CONTROLS)
+    until: str | None = flag(
+        "stop after imitation, epochK_play, epochK_rewards or epochK_train; without it the same command goes on",
+        default=None,
+    )
+    epochs: int = flag("epochs of self-play", default=3, at_least=0)
+    seed: int = flag(
+        "seed of play, rows and training; epoch k adds k, so take seeds that are further apart",
+        default=42,
+        at_least=0,
+    )
+    max_words: int | None = flag("play only this number of words, the first of the list", default=None, at_least=1)
+    games_per_word: int = flag("games of each word in an epoch", default=1, at_least=1)
+    global_batch: int = flag("rows of an optimizer step, over all processes", default=128, at_least=1)
+    match_every: int = flag("a match follows each epoch whose number is a multiple of this", default=1, at_least=1)
+    machines: int = flag("machines; the same command runs on each, with `output` shared", default=1, at_least=1)
+    machine: int = flag("number of this machine, from 0", default=0, at_least=0)
+    processes: int | str = flag(
+        "processes of this machine; auto: one for each GPU, else 1", default=AUTO, type=whole_number_or_auto
+    )
+    precision: str = flag(
+        "numbers of training and play; auto: bf16 where GPU or CPU compute it, else fp16 on GPUs, fp32 on CPUs",
+        default=AUTO,
+        choices=(AUTO, "bf16", "fp16", "fp32"),
+    )
+    gradient_checkpointing: bool | str = flag(
+        "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto
+    )
+    deepspeed: str = flag("a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO)
+    rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0")
+    rendezvous_id: str = flag("name of the launch; others that use the same port need another", default="spag")
+    report: bool = flag("make report.html after each epoch", default=True)
+    check: bool = flag("end after the checks, and print the command of each stage", default=False)
+
+
+OWN = {each.name: each for each in dataclasses.fields(OwnSettings)}
+PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
+
+
+class Program(NamedTuple):
+    """The program of a stage."""
+
+    path: str
+    flags: type | None  # dataclass of its flags; None: train.py, whose parser imports transformers
+    set_by_loop: set[str]  # flags that the loop sets: no setting may name them
+
+
+SET_IN_TRAINING = {
+    "output_dir",
+    "model_name_or_path",
+    "ref_model_name_or_path",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "deepspeed",
+    "lora_merge",
+    "seed",
+}
+SET_IN_PLAY = {
+    "attacker_model_name_or_path",
+    "defender_model_name_or_path",
+    "data_path",
+    "output_dir",
+    "model_prefix",
+    "data_suffix",
+    "max_games",  # the setting max_words
+    "seed",
+}
+SET_IN_REWARDS = {"input_data_path", "output_data_path", "tokenizer", "seed"}
+PROGRAMS = {
+    "imitation": Program("train.py", None, SET_IN_TRAINING),
+    "play": Program("tools/play_llm_game.py", play_llm_game.Flags, SET_IN_PLAY),
+    "rewards": Program("tools/assign_rewards.py", assign_rewards.Flags, SET_IN_REWARDS),
+    "training": Program("train.py", None, SET_IN_TRAINING | {"train_data_path"}),
+    "match": Program("tools/evaluate_games.py", evaluate_games.Flags, {"players", "against", "output_dir"}),
+    "belief": Program("tools/evaluate_belief.py", evaluate_belief.Flags, {"models", "output_dir", "max_length"}),
+    "reasoning": Program("tools/evaluate_reasoning.py", evaluate_reasoning.Flags, {"models", "output_dir"}),
+}
+TRAININGS = ("imitation", "training")
+
+
+@dataclass(kw_only=True)
+class Loop(OwnSettings):
+    """All settings of a loop: its own as attributes, and the flags of each stage."""
+
+    stages: dict[str, dict[str, Value]] = field(default_factory=dict)
+    settings_of_like: Settings = field(default_factory=dict)
+
+    def of(self, stage: str) -> Namespace:
+        """The values of a stage's flags as its parser reads them, defaults too."""
+        return parse_table(stage, self.stages[stage])
+
+    def settings(self) -> Settings:
+        """The settings by name, as they are recorded. Those that are not given are left out."""
+        own = {name: getattr(self, name) for name in OWN if getattr(self, name) is not None}
+        flags = {f"{stage}.{name}": value for stage, table in self.stages.items() for name, value in table.items()}
+        return own | flags
+
+
+# Parsers.
+
+
+@functools.cache
+def parser_of(stage: str) -> ArgumentParser:
+    """The parser of a stage's program, in which no flag is required: a table lacks the flags that the loop sets."""
+    if PROGRAMS[stage].flags:
+        parser = build_parser(PROGRAMS[stage].flags)
+    else:
+        import arguments  # brings transformers, which takes 5 s
+
+        parser = arguments.build_parser()
+    for action in parser._actions:
+        if action.required:
+            action.required, action.default = False, None
+    return parser
+
+
+@functools.cache
+def flags_of(stage: str) -> dict[str, bool]:
+    """The flags of a stage that a setting may name, and whether a flag takes several values."""
+    actions = [action for action in parser_of(stage)._actions if action.dest != "help"]
+    return {action.dest: action.nargs in ("+", "*") for action in actions}
+
+
+def parse_table(stage: str, table: Mapping[str, Value]) -> Namespace:
+    """Read a table by its stage's parser. UserError that names the table."""
+    with saying(f"[{stage}] "):
+        read = parser_of(stage).parse_args(with_equals(table))
+        if flags := PROGRAMS[stage].flags:
+            check_values(read, flags)
+        return read
+
+
+@contextmanager
+def saying(where: str) -> Iterator[None]:
+    """Begin the message of a UserError in this block with where it arose: a parser only knows its flag."""
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(r"^argument --(\w+)(/--[\w-]+)*", r"\1", str(error))
+        raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
+
+
+def parse_command(stage: str, arguments_of_stage: list[str]):
+    """Read the command of a stage as its program does, with the checks of its flags that need no device."""
+    program = PROGRAMS[stage]
+    with saying(f"[{stage}] "):
+        read = parser_of(stage).parse_args(arguments_of_stage)
+        if program.flags:
+            flags = program.flags(**vars(read))
+            check_values(flags)
+            return flags
+        import arguments  # brings transformers
+
+        arguments.check_flags(read)
+        return read
+
+
+def has_reference(train_method: str) -> bool:
+    """Whether a method of train.py compares with a reference model."""
+    import arguments
+
+    return arguments.REFERENCE_NAME in arguments.METHOD_ARGUMENTS[train_method]
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """A command line: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None leaves a flag out."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif str(value).startswith("-"):
+            words.append(f"--{name}={value}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def with_equals(flags: Mapping[str, Value]) -> list[str]:
+    """A command line of --name=value, in which "--flag yes" is not read as a flag that stands alone and a word."""
+    words = []
+    for name, value in flags.items():
+        words += command_line({name: value}) if isinstance(value, list) else [f"--{name}={value}"]
+    return words
+
+
+# Names and values.
+
+
+def expand(name: str, value: Any, *, split: bool) -> Settings:
+    """The settings that one key means: a key above the tables may be a flag of several stages.
+
+    `value` is a text of the command line, which is split at its blanks if the flag takes several values, or a value of
+    TOML. An empty text removes the setting. UserError for a key that nothing takes.
+    """
+    stage, dot, key = name.rpartition(".")
+    if isinstance(value, dict):
+        what = "write it as a text of JSON" if dot else f"there is no table [{name}]{nearest(name, PROGRAMS)}"
+        raise UserError(f"{name}: {what}")
+    if name in OWN:
+        if isinstance(value, list):
+            raise UserError(f"{name}: it takes one value")
+        return {name: to_value(name, value, split=False)}
+    if dot and stage not in PROGRAMS:
+        raise UserError(f"{name}: there is no table [{stage}]{nearest(stage, PROGRAMS)}")
+    if key in PRECISION:
+        raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
+    if re.search(r"[_-]token$", key):
+        raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... in its place")
+    having = [each for each in ([stage] if dot else PROGRAMS) if key in flags_of(each)]
+    if not having:
+        known = flags_of(stage) if dot else {*OWN}.union(*map(flags_of, PROGRAMS))
+        what = f"no flag of {PROGRAMS[stage].path}" if dot else "neither a setting of the loop nor a flag of a stage"
+        raise UserError(f"{name}: {what}{nearest(key, known)}")
+    taking = [each for each in having if key not in PROGRAMS[each].set_by_loop]
+    if not taking:
+        raise UserError(f"{name}: the loop sets this flag")
+    settings: Settings = {}
+    for each in taking:
+        several = flags_of(each)[key]
+        made = to_value(name, value, split=split and several)
+        settings[f"{each}.{key}"] = [made] if several and isinstance(made, str) else made
+    return settings
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; the nearest that exists: {close[0]}" if close else ""
+
+
+def to_value(name: str, value: Any, *, split: bool) -> Value | None:
+    if isinstance(value, list):
+        return [to_text(name, each) for each in value]
+    if split:
+        with utils.user_errors(name, ValueError):
+            return [to_text(name, each) for each in shlex.split(value)] or None
+    return to_text(name, value) or None
+
+
+def to_text(name: str, value: Any) -> str:
+    """A value as a text, in which ~ and $ROOT are replaced."""
+    text = str(value).strip("\r")
+    text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), text)
+    if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
+        raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
+    return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)

@@ -1,0 +1,181 @@
+"""The record of a loop's settings, OUTPUT/settings.json, and which settings may differ between two starts."""
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import utils
+from tools.loop.keys import OWN, Loop, Settings, flags_of, parser_of
+from tools.selfplay.flags import PlayFlags
+from utils import UserError, read_json
+
+FORMAT = 2  # of OUTPUT/settings.json
+THIS_MACHINE = {  # how a machine computes; a run like another does not take these from it
+    "processes",
+    "machines",
+    "machine",
+    "rendezvous",
+    "rendezvous_id",
+    "deepspeed",
+    "gradient_checkpointing",
+    "engine",
+    "tensor_parallel_size",
+    "per_device_eval_batch_size",
+    "concurrent_games",
+}
+FREE = {  # settings of the loop itself that may differ between two starts: how far it runs, and where
+    "processes",
+    "machines",
+    "machine",
+    "rendezvous",
+    "rendezvous_id",
+    "deepspeed",
+    "gradient_checkpointing",
+    "output",
+    "epochs",
+    "until",
+    "match_every",
+    "report",
+    "check",
+}
+MICRO_BATCH = "per_device_train_batch_size"
+MEASURES = ("match", "belief", "reasoning")  # tables that may change: these programs compare their own settings
+# Files of a stage that has begun. Its table then may not change.
+TRAINED = ("train_results.json", "*.safetensors", "checkpoint-*")
+RESULTS = {
+    "imitation": [f"imitation/model/{name}" for name in TRAINED],
+    "play": ["epoch*/episodes/*_results.json", "epoch*/episodes/*_rank*.jsonl"],
+    "rewards": ["epoch*/rows/rows.json"],
+    "training": [f"epoch*/model/{name}" for name in TRAINED],
+}
+# Settings of the loop itself that a stage uses first; all others count as soon as any stage has begun.
+USED_FIRST_BY = {
+    "words": "play",
+    "max_words": "play",
+    "games_per_word": "play",
+    "first_episodes": "rewards",
+    "control": "rewards",
+    "like": "rewards",
+}
+
+
+def is_free(name: str) -> bool:
+    """Whether a setting changes no result, so that it may differ: as the stages' own records of their settings say."""
+    stage, dot, key = name.rpartition(".")
+    if not dot:
+        return name in FREE
+    return stage in MEASURES or key not in compared_flags(stage)
+
+
+@functools.cache
+def compared_flags(stage: str) -> set[str]:
+    """The flags of a stage that change its results."""
+    if stage == "play":
+        return set(PlayFlags.COMPARED)
+    if stage == "rewards":
+        return flags_of(stage).keys() - {"trust_remote_code"}
+    import arguments
+
+    of_methods = {name for method in arguments.METHOD_ARGUMENTS.values() for name in method}
+    return {*arguments.COMPARED, *of_methods, "train_data_path", "eval_data_path", "warmup_ratio"}
+
+
+def differs(name: str, then: Settings, now: Settings) -> bool:
+    """Whether a setting has another value. One that is not given has its program's default."""
+    values = [default_of(name) if of.get(name) is None else of[name] for of in (then, now)]
+    return comparable(values[0]) != comparable(values[1])
+
+
+def default_of(name: str) -> Any:
+    stage, dot, key = name.rpartition(".")
+    return parser_of(stage).get_default(key) if dot else OWN[name].default
+
+
+def comparable(value: Any) -> Any:
+    """A value to compare: 1e-4 equals 0.0001, true equals True, False and [] equal None, a path its absolute form."""
+    if isinstance(value, list):
+        return [comparable(each) for each in value] or None
+    text = str(value).lower()
+    if text in ("none", "false"):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        if text == "true":
+            return True
+    return os.path.realpath(str(value)) if os.path.exists(str(value)) else str(value)
+
+
+def begun_stages(folder: Path) -> list[str]:
+    """The stages that have left results in the output of a loop."""
+    return [stage for stage, patterns in RESULTS.items() if any(any(folder.glob(each)) for each in patterns)]
+
+
+def check_record(loop: Loop, words: list[str]) -> None:
+    """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
+    folder = Path(loop.output)
+    path, list_of_words = folder / "settings.json", folder / "words.txt"
+    begun = begun_stages(folder)
+    if not path.is_file() or not begun:
+        return
+    then, now = read_record(folder)["settings"], json.loads(json.dumps(loop.settings()))
+    outputs = [str(Path(output)) for output in (then["output"], loop.output)]
+    then, now = with_output(then, outputs, "OUTPUT"), with_output(now, outputs, "OUTPUT")
+    used = [name for name in {**then, **now} if is_used(name, begun)]
+    compared = [name for name in used if not is_free(name) or is_micro_batch_of_loss(loop, name)]
+    if different := [name for name in compared if differs(name, then, now)]:
+        phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
+        way = f"take another output, or delete {path} if no finished stage used them"
+        raise UserError(f"{path}: made with other settings ({phrases}); {way}")
+    if "play" in begun and list_of_words.is_file() and utils.read_words(list_of_words) != words:
+        way = f"put the list back, or delete the folders episodes in {folder}"
+        raise UserError(f"words={loop.words}: {list_of_words} has other words, with which games were played; {way}")
+
+
+def is_micro_batch_of_loss(loop: Loop, name: str) -> bool:
+    """Whether this is the size of the micro-batches over which a training averages its loss."""
+    stage, _, key = name.rpartition(".")
+    return key == MICRO_BATCH and loop.of(stage).loss_normalization != "step"
+
+
+def is_used(name: str, begun: Iterable[str]) -> bool:
+    """Whether a setting counts when these stages have begun."""
+    table, dot, _ = name.partition(".")
+    stage = table if dot else USED_FIRST_BY.get(name)
+    return stage is None or stage in begun
+
+
+def with_output(settings: Settings, outputs: Iterable[str], other: str) -> Settings:
+    """Settings in which paths inside one of these folders are paths inside another one: `output` may be moved."""
+    inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, outputs))})/")
+
+    def replaced(value):
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        return inside.sub(lambda _: f"{other}/", value) if isinstance(value, str) else value
+
+    return {name: replaced(value) for name, value in settings.items()}
+
+
+def write_record(loop: Loop, words: list[str]) -> None:
+    folder = Path(loop.output)
+    record = {"format": FORMAT, "settings": loop.settings(), "made_by": utils.made_by()}
+    if loop.like:
+        record["like"] = loop.settings_of_like
+    utils.write_json(folder / "settings.json", record)
+    utils.write_words(folder / "words.txt", words)
+
+
+def read_record(folder: str | Path) -> dict:
+    """The record of a loop. UserError where there is none, and for one of the loop that was a shell script."""
+    path = Path(folder, "settings.json")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; is {folder} the output of a loop?")
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path}: of an older version, whose loop was a shell script; begin anew in another folder")
+    return record
