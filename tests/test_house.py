@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, finish, start
 
 # A room may import those before it. "flags" and "estimates" are files, "spag" is the page of pieces.
-ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny, programs spag, loop, study"
+ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny, programs spag, loop, lab"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 # All that these may import.
 ALONE = {"reasoning": {"utils", "estimates"}}

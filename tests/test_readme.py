@@ -13,11 +13,11 @@ import pytest
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, write_place
 
 from tools import assign_rewards, play_llm_game
+from tools.lab.study import read_study
 from tools.loop.keys import expand
 from tools.loop.settings import read_file
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
-from tools.study.run import read_study
 from utils import read_json_or_jsonl, write_json
 
 TEXTS = {

@@ -13,12 +13,11 @@ from helpers import ROOT, call, descendants, finish, start, wait_for
 
 from tools.estimates import MEAN, markdown
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
+from tools.lab import collect, preparations, study, table
+from tools.lab.table import holm, student
 from tools.matches.text import write_results
 from tools.reasoning.table import Score, score_rows
 from tools.selfplay.episodes import summary
-from tools.study import collect, preparations, table
-from tools.study import run as study
-from tools.study.table import holm, student
 from utils import UserError, read_json, read_words, write_json, write_records, write_words
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
@@ -344,7 +343,7 @@ def test_the_loop_accepts_the_settings_of_our_studies(path, tmp_path):
 
 
 def test_the_file_of_arms_in_the_readme_is_one(tmp_path):
-    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "tools/study/README.md").read_text(), flags=re.DOTALL)
+    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "tools/lab/README.md").read_text(), flags=re.DOTALL)
     (tmp_path / "arms.toml").write_text(shown)
     assert list(study.read_study(str(tmp_path / "arms.toml"), []).arms) == ["released", "sft", "detached"]
 
@@ -407,7 +406,7 @@ def test_all_models_of_a_loop_are_asked_but_guesses_among_all_words_are_those_of
 
 
 def test_a_signal_to_the_study_ends_its_programs(tmp_path):
-    code = "import sys; from tools.study import run; from utils import run_program\n"
+    code = "import sys; from tools.lab import study as run; from utils import run_program\n"
     code += "run.loop_command = lambda words: ['sh', '-c', 'sleep 60; true', str(words)]\nrun_program(run.main)"
     (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
     process = start([sys.executable, "-c", code, tmp_path / "arms.toml", "--output_dir", tmp_path / "out"])

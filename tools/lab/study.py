@@ -1,9 +1,9 @@
 """A study: the arms of a file, each a loop of tools/run_spag.py, for several seeds.
 
-    python -m tools.study.run configs/arms/tiny.toml --output_dir outputs/tiny_study --seeds 20 21 22 --jobs 2
+    python -m tools.lab.study configs/arms/tiny.toml --output_dir outputs/tiny_study --seeds 20 21 22 --jobs 2
 
 What is finished is kept; the same command continues. After each arm OUTPUT_DIR/seedN.json holds the numbers of the
-seed, at the end OUTPUT_DIR/table.md those of all. tools/study/README.md says what a file of arms holds.
+seed, at the end OUTPUT_DIR/table.md those of all. tools/lab/README.md says what a file of arms holds.
 """
 
 import json
@@ -22,10 +22,10 @@ from typing import Any, NoReturn, get_origin
 
 from tools.flags import build_parser, check_values, flag
 from tools.games.game import load_member
+from tools.lab import collect, table
 from tools.loop.keys import PROGRAMS, Loop, nearest, saying
 from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
-from tools.study import collect, table
 from utils import ROOT, UserError, read_text, run_program, user_errors, write_text
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
@@ -35,7 +35,7 @@ running: set[subprocess.Popen] = set()  # programs at work, of all seeds
 
 @dataclass(kw_only=True)
 class Flags:
-    output_dir: str = flag("folder of all results")
+    output_dir: str | None = flag("folder of all results; unset: outputs/NAME_study for arms/NAME.toml", default=None)
     seeds: list[int] = flag("seeds of the study; the loops of seed N have the seed 100 x N", default=[0], unique=int)
     jobs: int = flag("seeds that run at once, with a thread each", default=1, at_least=1)
     settings: list[str] = flag(
@@ -57,7 +57,7 @@ class Study:
     files: list[str] = field(default_factory=list)  # files of settings, which come before [all]
     prepare: str = ""  # a function that makes what the loops of a seed need
     after: str = ""  # a function that is called when a loop has ended
-    primary: list[list[str]] = field(default_factory=list)  # comparisons, as tools/study/table.py has them
+    primary: list[list[str]] = field(default_factory=list)  # comparisons, as tools/lab/table.py has them
     minus: list[list[str]] = field(default_factory=list)
 
 
@@ -162,7 +162,7 @@ def loop_command(words: Sequence[str]) -> list[str]:
 
 def function_command(function: str, **arguments) -> list[str]:
     """A process of its own has an output of its own, which goes to a log."""
-    return [sys.executable, "-m", "tools.study.preparations", function, json.dumps(arguments)]
+    return [sys.executable, "-m", "tools.lab.preparations", function, json.dumps(arguments)]
 
 
 def run(command: Sequence[str], log: Path) -> None:
@@ -200,7 +200,8 @@ def main() -> None:
     arms = given.pop("arms")
     flags = Flags(**given)
     check_values(flags)
-    study, output = read_study(arms, flags.settings), Path(flags.output_dir)
+    study = read_study(arms, flags.settings)
+    output = Path(flags.output_dir or f"outputs/{Path(arms).stem}_study")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
             signal.signal(number, hand_on)

@@ -1,8 +1,8 @@
 """The functions of our studies, configs/arms/: what a study calls before the loops of a seed and after each of them.
 
-    python -m tools.study.preparations tools.study.preparations:tiny '{"folder": ..., "seed": 0, "settings": {}}'
+    python -m tools.lab.preparations tools.lab.preparations:tiny '{"folder": ..., "seed": 0, "settings": {}}'
 
-is how tools/study/run.py calls such a function. One that `prepare` names takes the folder of a seed, the seed, and the
+is how tools/lab/study.py calls such a function. One that `prepare` names takes the folder of a seed, the seed, and the
 settings of the first arm by name; one that `after` names takes the folder of a loop.
 """
 

@@ -1,6 +1,6 @@
 """The numbers of the finished loops of a seed, as one small JSON file.
 
-    python -m tools.study.collect outputs/tiny_study/seed0      writes outputs/tiny_study/seed0.json
+    python -m tools.lab.collect outputs/tiny_study/seed0      writes outputs/tiny_study/seed0.json
 
     {"seed": 0, "arms": {ARM: {"settings": {...}, "made": {...}, "epochs": {"1": {TABLE: {COLUMN: value}}, ...}}}}
 
@@ -121,7 +121,7 @@ def collect(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of a seed, as tools/study/run.py leaves it")
+    parser.add_argument("folder", type=Path, help="folder of a seed, as tools/lab/study.py leaves it")
     collect(parser.parse_args().folder)
 
 

@@ -1,7 +1,7 @@
 """The tables of a study, from the files of its seeds or from the folders of finished loops.
 
-    python -m tools.study.table --results data/tiny/results/*.json --primary points losers_ties detached_matched
-    python -m tools.study.table --results spag=outputs/spag42 spag=outputs/spag43 sft=outputs/sft42 sft=outputs/sft43
+    python -m tools.lab.table --results data/tiny/results/*.json --primary points losers_ties detached_matched
+    python -m tools.lab.table --results spag=outputs/spag42 spag=outputs/spag43 sft=outputs/sft42 sft=outputs/sft43
 
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
 """
@@ -17,9 +17,8 @@ from scipy import stats
 
 from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
-from tools.loop.record import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
-from tools.study import collect
-from tools.study.collect import (
+from tools.lab import collect
+from tools.lab.collect import (
     BASE,
     BELIEF,
     GUESSES,
@@ -30,6 +29,7 @@ from tools.study.collect import (
     TRAINED,
     TRAINING,
 )
+from tools.loop.record import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
 from utils import UserError, differences, read_json, run_program
 
 # Keys of settings in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
@@ -63,7 +63,7 @@ def read_results(names: Sequence[str | Path]) -> list[dict]:
     results = [collect.read_loop(arm, Path(loop)) if loop else read_json(arm) for arm, _, loop in parts]
     for name, result in zip(names, results, strict=True):
         if "seed" not in result:
-            raise UserError(f"{name}: not the results of a seed, as tools/study/collect.py writes them")
+            raise UserError(f"{name}: not the results of a seed, as tools/lab/collect.py writes them")
     return sorted(results, key=lambda result: result["seed"])
 
 
