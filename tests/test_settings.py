@@ -24,7 +24,7 @@ from tools.loop import keys, machine
 from tools.loop.keys import OWN, PROGRAMS, flags_of
 from tools.loop.record import write_record
 from tools.loop.settings import DEFAULTS, read_file, read_loop
-from tools.loop.stages import take_lock
+from tools.loop.stages import hold_lock
 from utils import UserError, alpaca_to_row, files_setting, load_tokenizer, read_json, write_json
 
 SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
@@ -661,11 +661,11 @@ def test_one_loop_has_the_lock_and_a_file_system_without_locks_is_a_warning(tmp_
     def has_no_locks(number, how):
         raise OSError(errno.ENOTSUP, "not supported")
 
-    assert take_lock(tmp_path) is not None
+    assert hold_lock(tmp_path) is not None
     with pytest.raises(UserError, match="another loop is at work here"):
-        take_lock(tmp_path)
+        hold_lock(tmp_path)
     monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    assert take_lock(tmp_path / "other") is None and "no file locks here" in caplog.text
+    assert hold_lock(tmp_path / "other") is None and "no file locks here" in caplog.text
 
 
 def test_the_papers_values_have_a_meaning_each():

@@ -33,7 +33,7 @@ from tools.loop.keys import (
 from tools.loop.machine import Question, ask
 from tools.loop.record import check_record, write_record
 from tools.loop.settings import read_loop
-from tools.loop.stages import StageFailed, Stages, say, take_lock
+from tools.loop.stages import StageFailed, Stages, hold_lock, say
 from utils import ROOT, UserError, run_program
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
@@ -238,7 +238,7 @@ def main() -> None:
     check_commands(plan)
     stages = Stages(loop.output, loop.machine)
     if loop.machine == 0 and not loop.check:
-        stages.lock = take_lock(loop.output)
+        stages.lock = hold_lock(loop.output)
     if loop.machine == 0:
         check_record(loop, words)
     if kept:

@@ -14,7 +14,7 @@ from tools.selfplay.flags import PlayFlags
 from utils import UserError, read_json
 
 FORMAT = 2  # of OUTPUT/settings.json
-THIS_MACHINE = {  # how a machine computes; a run like another does not take these from it
+MACHINE_SETTINGS = {  # of the loop itself: how a machine computes
     "processes",
     "machines",
     "machine",
@@ -22,26 +22,16 @@ THIS_MACHINE = {  # how a machine computes; a run like another does not take the
     "rendezvous_id",
     "deepspeed",
     "gradient_checkpointing",
+}
+# The flags of stages that say how a machine computes, too. A run like another takes none of these from it.
+THIS_MACHINE = MACHINE_SETTINGS | {
     "engine",
     "tensor_parallel_size",
     "per_device_eval_batch_size",
     "concurrent_games",
 }
-FREE = {  # settings of the loop itself that may differ between two starts: how far it runs, and where
-    "processes",
-    "machines",
-    "machine",
-    "rendezvous",
-    "rendezvous_id",
-    "deepspeed",
-    "gradient_checkpointing",
-    "output",
-    "epochs",
-    "until",
-    "match_every",
-    "report",
-    "check",
-}
+# Settings of the loop itself that may differ between two starts: those of the machine, how far it runs, and where.
+FREE = MACHINE_SETTINGS | {"output", "epochs", "until", "match_every", "report", "check"}
 MICRO_BATCH = "per_device_train_batch_size"
 MEASURES = ("match", "belief", "reasoning")  # tables that may change: these programs compare their own settings
 # Files of a stage that has begun. Its table then may not change.

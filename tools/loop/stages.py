@@ -200,7 +200,7 @@ def bar_of(log: Path) -> Iterator:
         sys.stdout.flush()
 
 
-def take_lock(folder: str) -> int | None:
+def hold_lock(folder: str) -> int | None:
     """Keep other loops out of a folder until this process and all that inherit the descriptor have ended.
 
     UserError if another loop has the lock; None where the file system knows no locks.
