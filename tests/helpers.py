@@ -140,10 +140,10 @@ def start(command: list, **changes) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)), **how)
 
 
-def finish(process: subprocess.Popen, status: int = 0) -> str:
-    """Wait for a program to end with this status; return what it printed."""
+def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+    """Wait for a program to end with this status (None: with any); return what it printed."""
     printed, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == status, printed[-3000:]
+    assert status is None or process.returncode == status, printed[-3000:]
     return printed
 
 

@@ -32,7 +32,8 @@ def test_ctrl_c_is_one_line_and_no_traceback(
     process = start([*launch, file, *flags_of(flags)])
     assert wait_for(lambda: any((folder / "out").glob(at_work)), process)
     os.killpg(process.pid, signal.SIGINT)
-    printed = finish(process, status=1 if by_torchrun else 130)
+    printed = finish(process, status=None if by_torchrun else 130)
+    assert process.returncode  # torchrun's status is its own: 1, or SIGABRT where its threads outlive its main one
     ours = [line for line in printed.splitlines() if ": stopped; " in line]
     assert len(ours) == 1 and kept in ours[0]
     assert by_torchrun or "Traceback" not in printed  # torchrun writes one of its own
