@@ -70,7 +70,7 @@ def build_tokenizer(*special: str, chat_template: str | None = None):
 
     It may have more special tokens and a chat template.
     """
-    from tools.tiny.models import train_tokenizer
+    from tools.engine.random_model import train_tokenizer
 
     tokenizer = train_tokenizer((), 0)
     tokenizer.add_tokens(list(special), special_tokens=True)
@@ -84,7 +84,7 @@ def load_chat_template(name: str) -> str:
 
 def build_llama(seed: int, vocab_size: int, **changes):
     """A random Llama of some ten thousand parameters. Its weights are large, so that logits differ clearly."""
-    from tools.tiny.models import random_llama
+    from tools.engine.random_model import random_llama
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"intermediate_size": 64, "max_position_embeddings": 2048, "initializer_range": 0.1}

@@ -118,8 +118,8 @@ def as_a_process() -> Iterator[None]:
 def reset_process() -> None:
     """Free the models that played. If a Trainer was made, reset accelerate and transformers and free its models."""
     utils.model_folder.cache_clear()
-    if (engines := sys.modules.get("tools.selfplay.engines")) and engines._loaded:
-        engines.drop_models()
+    if (make := sys.modules.get("tools.players.make")) and make._loaded:
+        make.drop_models()
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return

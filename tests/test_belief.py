@@ -18,15 +18,15 @@ from dataloaders import encode_example
 from tools import evaluate_belief as program
 from tools.engine.flags import EngineFlags
 from tools.engine.local import LocalModel, load_local_model
+from tools.engine.random_model import random_llama, train_tokenizer
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import NO_HISTORY, answer, default_templates, load_templates, play_prompt
 from tools.games.taboo import Taboo
-from tools.matches import belief
-from tools.matches.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
+from tools.lab.world import build
+from tools.lab.world.players import Skill, load_lexicon
+from tools.measure import belief
+from tools.measure.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
 from tools.players.player import Sampling
-from tools.tiny import build
-from tools.tiny.models import random_llama, train_tokenizer
-from tools.tiny.players import Skill, load_lexicon
 
 GAME = Taboo(match="word")
 TEMPLATES = default_templates(GAME)

@@ -24,7 +24,7 @@ SPECIAL = {  # the tokens of a family; the last one ends a reply
     "headers": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "turns": ["<start_of_turn>", "<end_of_turn>"],
 }
-PROMPTS = ROOT / "data" / "tiny" / "prompts.json"  # short ones
+PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"  # short ones
 GAME = Taboo()
 OWN_PROMPTS = prompts.default_templates(GAME)
 HISTORY = messages(GAME, "What hangs in a museum?", "Coats.", "And on its walls?")

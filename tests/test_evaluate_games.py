@@ -12,7 +12,7 @@ import pytest
 from helpers import TORCHRUN, call, finish, flags_of, start, write_place
 
 from tools import evaluate_games
-from tools.matches.stats import pairs
+from tools.measure.matches import pairs
 from utils import read_json_or_jsonl, write_words
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # "one" stands there twice

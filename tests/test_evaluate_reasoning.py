@@ -16,10 +16,10 @@ import pytest
 from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
-from tools.estimates import MEAN
-from tools.reasoning import harness
-from tools.reasoning.harness import BENCHMARKS
-from tools.reasoning.table import Score, cell_text, difference, geometric_mean, read_score
+from tools.measure import reasoning
+from tools.measure.estimates import MEAN
+from tools.measure.reasoning import BENCHMARKS
+from tools.measure.reasoning_table import Score, cell_text, difference, geometric_mean, read_score
 from utils import UserError, write_json, write_records
 
 ODD_NAME = "lr=1e-5,kl=0.2"  # of a model's folder
@@ -45,7 +45,7 @@ def real_harness(monkeypatch):
             kept[model, part] = [json.loads(line) for line in path.read_text().splitlines()]
         return subprocess.CompletedProcess(words, 0)
 
-    monkeypatch.setattr(harness, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(reasoning, "subprocess", SimpleNamespace(run=run))
     return kept
 
 
@@ -57,13 +57,13 @@ def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tm
     yaml = pytest.importorskip("yaml")
     right = bigrams.write_data(tmp_path / "data")
     models = {"yes": bigrams.write_model(tmp_path / ODD_NAME, "yes"), "no": bigrams.write_model(tmp_path / "no", "no")}
-    shutil.copytree(harness.TASK_FILES, tmp_path / "ours")
+    shutil.copytree(reasoning.TASK_FILES, tmp_path / "ours")
     bbh = yaml.safe_load((tmp_path / "ours/bbh_fewshot.yaml").read_text())
     write_json(tmp_path / "ours/bbh_fewshot.yaml", bbh | {"task": [part for part in bbh["task"] if part in right]})
     mmlu = {"group": "mmlu", "task": [part for part in right if "mmlu" in part]}
     mmlu |= {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
     write_json(tmp_path / "ours/mmlu.yaml", mmlu)
-    monkeypatch.setattr(harness, "TASK_FILES", tmp_path / "ours")
+    monkeypatch.setattr(reasoning, "TASK_FILES", tmp_path / "ours")
     monkeypatch.chdir(tmp_path / "data")
     flags = {"models": [f"{name}={folder}" for name, folder in models.items()], "dtype": "float32"}
     call(evaluate_reasoning.main, *flags_of(flags | {"output_dir": tmp_path / "out"}))
@@ -118,7 +118,7 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
             if left and task == "piqa":
                 left(out)
 
-        monkeypatch.setattr(harness, "subprocess", SimpleNamespace(run=run))
+        monkeypatch.setattr(reasoning, "subprocess", SimpleNamespace(run=run))
         for model in models:
             copy_model(tiny_model, tmp_path / model, max_position_embeddings=262_144)
         flags = {"models": [f"{name}={tmp_path / name}" for name in (*models, *gone)], "output_dir": tmp_path / "out"}
@@ -195,7 +195,7 @@ def test_a_context_that_has_another_name_is_left_to_the_harness(tiny_model, tmp_
     settings = {"dtype": "float32", "batch_size": "8", "task": "piqa", "shots": None, "limit": None}
     for config, length in (({"n_positions": 1024}, None), ({"max_position_embeddings": 512}, 512)):
         write_json(tmp_path / "config.json", config)
-        flags = harness.harness_flags(settings | {"model": {"path": str(tmp_path)}}, "out")
+        flags = reasoning.harness_flags(settings | {"model": {"path": str(tmp_path)}}, "out")
         assert json.loads(flags[flags.index("--model_args") + 1]).get("max_length") == length
 
 

@@ -15,7 +15,7 @@ from tools import evaluate_games, play_llm_game, report
 from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
-from tools.selfplay.flags import PlayFlags
+from tools.players.flags import PlayFlags
 from utils import UserError, read_json_or_jsonl, read_words
 
 QUESTIONS, CITY = load_game("twenty_questions"), load_game("guess_my_city")

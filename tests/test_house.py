@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, finish, start
 
-# A room may import those before it. "flags" and "estimates" are files, "spag" is the page of pieces.
-ROOMS = "utils, estimates, games, flags, players, engine, selfplay, matches, pages tiny, programs spag, loop, lab"
+# A room may import those before it. "flags" is a file, "make" stands for the files of players that know the engines,
+# "spag" is the page of pieces. Nothing imports lab and examples.
+ROOMS = "utils, games, flags, players, engine, make, selfplay, measure, programs spag, loop, lab examples"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
-# All that these may import.
-ALONE = {"reasoning": {"utils", "estimates"}}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag", "questions"}  # pieces for people, and log-probabilities of choices
 TAKES_PARSER = {"keys", "record"}  # the loop: the parser of train.py, and which of its flags change results
@@ -26,6 +25,8 @@ def room_of(module: str) -> str | None:
     first, *rest = module.split(".")
     if first != "tools":
         return first if first in TRAINING | {"utils"} else None
+    if rest[:1] == ["players"] and rest[1:2] in (["make"], ["flags"]):
+        return "make"
     return rest[0] if rest and (rest[0] in HEIGHT or (ROOT / "tools" / rest[0]).is_dir()) else "programs"
 
 
@@ -45,12 +46,8 @@ def may_import(path: Path, own: str, other: str) -> bool:
         return other in ("loop", "utils")
     if own == "utils" or own in TRAINING:
         return other in TRAINING | {"utils"}  # the training side imports nothing of tools/
-    if own in ALONE:
-        return other in ALONE[own]
     if other in TRAINING:
         return path.stem in TAKES_LOSSES | TAKES_PARSER  # else tools/ imports only utils of the training side
-    if other in ALONE:
-        return own == "programs"
     return HEIGHT[other] < HEIGHT[own]
 
 

@@ -30,7 +30,7 @@ def flags(tiny_model, tmp_path):
 
     def make(role: str) -> list[str]:
         settings = {f"{role}_model_name_or_path": "human", "model_prefix": "m", "max_new_tokens": 6}
-        settings |= {"prompt_templates": ROOT / "data/tiny/prompts.json", "max_turns": None, "taboo_max_turns": 2}
+        settings |= {"prompt_templates": ROOT / "configs/prompts/tiny.json", "max_turns": None, "taboo_max_turns": 2}
         return play_flags(tmp_path, tiny_model, tmp_path / "out", **settings)
 
     return make

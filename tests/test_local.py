@@ -27,17 +27,17 @@ from tools.engine.slots import SlotEngine
 from tools.engine.state import TorchState
 from tools.flags import parse_flags
 from tools.games.taboo import Taboo
+from tools.players import make
+from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HumanPlayer
 from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer
 from tools.players.server import ServerPlayer
-from tools.selfplay import engines
-from tools.selfplay.flags import PlayFlags, words_setting
 from utils import ROOT, UserError, files_setting, load_model, model_setting
 
 GREEDY = EngineFlags(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = EngineFlags(max_length=64, max_new_tokens=8)
 GAME = Taboo()
-SCRIPT = "scripted:tools.tiny.players:lexicon"
+SCRIPT = "scripted:tools.lab.world.players:lexicon"
 
 
 def pretend_gpus(monkeypatch, number: int) -> None:
@@ -276,7 +276,7 @@ def test_a_failing_engine_fails_the_games_that_wait(monkeypatch):
 
 
 def make_players(*names, **flags):
-    return engines.make_players(names, GAME, PlayFlags(max_length=300, **flags), seed="s", games_left=7)
+    return make.make_players(names, GAME, PlayFlags(max_length=300, **flags), seed="s", games_left=7)
 
 
 def test_a_name_tells_the_kind_of_player_and_how_many_games_keep_it_busy(tiny_model, other_model, monkeypatch):
@@ -333,11 +333,11 @@ def test_each_model_has_an_engine_that_can_run_it(tiny_model, tokenizer, tmp_pat
 
 def test_a_player_s_setting_is_all_that_its_games_depend_on(tiny_model):
     flags = PlayFlags(openai_base_url="http://host/v1", openai_api="chat")
-    assert engines.player_setting(tiny_model, flags) == model_setting(tiny_model)
-    assert engines.player_setting("human", flags) == "human"
-    file = files_setting(ROOT / "tools/tiny/players.py")
-    assert engines.player_setting(SCRIPT, flags) == file | {"sha256": f"lexicon {file['sha256']}"}
-    assert engines.player_setting("openai:gpt", flags) == {"path": "openai:gpt", "api": "chat"}
+    assert make.player_setting(tiny_model, flags) == model_setting(tiny_model)
+    assert make.player_setting("human", flags) == "human"
+    file = files_setting(ROOT / "tools/lab/world/players.py")
+    assert make.player_setting(SCRIPT, flags) == file | {"sha256": f"lexicon {file['sha256']}"}
+    assert make.player_setting("openai:gpt", flags) == {"path": "openai:gpt", "api": "chat"}
     assert words_setting("w", ["a", "b"])["sha256"] != words_setting("w", ["a", "c"])["sha256"]
     for change in ({"chat_template": True}, {"thinking": True}, {"top_p": 0.5}, {"game_options": ["match=word"]}):
         assert PlayFlags(**change).settings(GAME) != PlayFlags().settings(GAME)
@@ -357,12 +357,12 @@ def test_values_out_of_bounds_are_refused_before_a_model_is_loaded():
 
 def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):
     def chosen(name=tiny_model, engine="auto"):
-        return engines.choose_engine(PlayFlags(engine=engine), [name, "human"]).engine
+        return make.choose_engine(PlayFlags(engine=engine), [name, "human"]).engine
 
-    monkeypatch.setattr(engines, "has_vllm", lambda: True)
+    monkeypatch.setattr(make, "has_vllm", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert chosen() == "auto"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert (chosen(), chosen(engine="slots"), chosen("openai:gpt")) == ("vllm", "slots", "auto")
-    monkeypatch.setattr(engines, "has_vllm", lambda: False)
+    monkeypatch.setattr(make, "has_vllm", lambda: False)
     assert chosen() == "auto"

@@ -5,10 +5,10 @@ import math
 import pytest
 from scripted import messages
 
-from tools.estimates import clustered_standard_error, estimate, mean_difference, t_quantile, wilson
 from tools.games import load_game
 from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
-from tools.matches.stats import ALL, BOTH, result_rows
+from tools.measure.estimates import clustered_standard_error, estimate, mean_difference, t_quantile, wilson
+from tools.measure.matches import ALL, BOTH, result_rows
 
 TABOO = load_game("taboo")
 

@@ -8,10 +8,10 @@ from scripted import messages
 from tools.flags import Parser, add_flags, parse_flags
 from tools.games.game import load_member
 from tools.games.taboo import Taboo
+from tools.lab.world.players import load_lexicon
+from tools.players.flags import PlayFlags
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
-from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_game
-from tools.tiny.players import load_lexicon
 from utils import UserError
 
 GAME = Taboo()
@@ -39,7 +39,7 @@ def test_a_seed_belongs_to_a_game_and_a_message():
 
 def test_the_players_of_the_embedded_world_play_taboo_the_same_game_for_the_same_index():
     words = load_lexicon().words
-    players = dict.fromkeys(GAME.roles, ScriptedPlayer(load_member("tools.tiny.players:lexicon")))
+    players = dict.fromkeys(GAME.roles, ScriptedPlayer(load_member("tools.lab.world.players:lexicon")))
 
     def play(index: int) -> dict:
         return asyncio.run(play_game(GAME, words[index % len(words)], players, max_turns=3, index=index))

@@ -106,7 +106,7 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     command = shlex.split(to_play.partition("play_llm_game ")[2])
     flags = parse_flags(play_llm_game.Flags, command, description="")
     assert flags.attacker_model_name_or_path == "my out/epoch1/model" and flags.data_path == "my out/data/words.txt"
-    assert build[1:5] == ["-m", "tools.tiny.build", "--output_dir", "my out"]
+    assert build[1:5] == ["-m", "tools.lab.world.build", "--output_dir", "my out"]
     assert ("--facts" in build) == (quick == "1")
     monkeypatch.chdir(ROOT)
     loop, _ = read_loop(words)

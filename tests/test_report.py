@@ -14,10 +14,10 @@ from scripted import messages
 from tools import report
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
-from tools.matches.stats import result_rows
-from tools.matches.text import shown_rows
-from tools.pages import page
-from tools.pages.contents import marked, read_folder, shown_game
+from tools.measure import report_page
+from tools.measure.match_text import shown_rows
+from tools.measure.matches import result_rows
+from tools.measure.report_contents import marked, read_folder, shown_game
 from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
@@ -79,7 +79,7 @@ def test_a_run_is_reported_whole(output):
     contents = read_folder(output, TABOO)
     assert contents.sources == [f"epoch{k}, {kind}" for k in (1, 2) for kind in ("self-play", "match")]
     assert len(contents.games) == 120
-    (_, ends), (_, lengths), (_, faults) = page.play_charts(contents.plays)
+    (_, ends), (_, lengths), (_, faults) = report_page.play_charts(contents.plays)
     shares = dict.fromkeys((outcome.name for outcome in TABOO.outcomes), 0) | {
         outcome: number / 20 for outcome, number in SELF_PLAY.items()
     }
@@ -89,10 +89,10 @@ def test_a_run_is_reported_whole(output):
         "empty": [("epoch1", 1 / 2), ("epoch2", 1 / 2)],
         "cut off at the token limit": [("epoch1", 1), ("epoch2", 1)],
     }
-    charts = {title: points(figure) for title, figure in page.training_charts(contents.logs)}
+    charts = {title: points(figure) for title, figure in report_page.training_charts(contents.logs)}
     assert list(charts) == ["loss", "kl", "policy_loss"] and list(charts["kl"]) == ["imitation"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
-    ((title, figure),) = page.belief_charts(contents.belief)
+    ((title, figure),) = report_page.belief_charts(contents.belief)
     assert points(figure) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}
     assert "40 candidates" in title
 
@@ -100,14 +100,14 @@ def test_a_run_is_reported_whole(output):
 def test_belief_of_a_model_whose_logits_are_nan_is_a_gap(output):
     table = [{"model": "m", "hints": 0, "share": None, "share interval": [None, None], "candidates": 9}]
     write_json(output / "epoch2/belief/belief.json", {"table": table})
-    ((_, figure),) = page.belief_charts(read_folder(output, TABOO).belief)
+    ((_, figure),) = report_page.belief_charts(read_folder(output, TABOO).belief)
     assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1
 
 
 def test_belief_as_an_older_version_measured_it_is_left_out(output):
     for path in output.rglob("belief.json"):
         write_json(path, {"table": [{"model": "base", "hints": 0, "knowledge": 0.5}]})
-    assert page.belief_charts(read_folder(output, TABOO).belief) == []
+    assert report_page.belief_charts(read_folder(output, TABOO).belief) == []
 
 
 def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
@@ -117,7 +117,7 @@ def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
         for row in json.loads((output / epoch / "eval/matches.json").read_text())["results"]
         if row["player"] == epoch and row["seed"] is None
     ]
-    charts = page.match_charts([row for each in read_folder(output, TABOO).matches for row in shown_rows(each)])
+    charts = report_page.match_charts([row for each in read_folder(output, TABOO).matches for row in shown_rows(each)])
     titles = {"both": "in both roles", "attacker": "as attacker", "defender": "as defender"}
     for (title, figure), (role, words) in zip(charts, titles.items(), strict=True):
         assert title == f"Points {words} against imitation"
@@ -170,7 +170,7 @@ def test_parts_of_a_run_have_a_page(output):
     for part in ("epoch1/episodes", "imitation/model", "reasoning"):
         call(report.main, output / part)
         assert "No match was played" in (output / part / "report.html").read_text()
-    table = page.reasoning_table(read_folder(output / "reasoning", TABOO).reasoning)
+    table = report_page.reasoning_table(read_folder(output / "reasoning", TABOO).reasoning)
     assert "<tr><td>base</td><td>40.0 ± 2.0</td><td>40.0</td></tr>" in table
     assert "<tr><td>epoch2</td><td>40.0 ± 2.0</td><td>-</td></tr>" in table
 

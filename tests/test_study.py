@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, call, descendants, finish, start, wait_for
 
-from tools.estimates import MEAN, markdown
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.lab import collect, preparations, study, table
 from tools.lab.table import holm, student
-from tools.matches.text import write_results
-from tools.reasoning.table import Score, score_rows
+from tools.measure.estimates import MEAN, markdown
+from tools.measure.match_text import write_results
+from tools.measure.reasoning_table import Score, score_rows
 from tools.selfplay.episodes import summary
 from utils import UserError, read_json, read_words, write_json, write_records, write_words
 
@@ -198,14 +198,14 @@ def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_ho
     assert holm([0.04, math.nan]) == pytest.approx([0.08, math.nan], nan_ok=True)
 
 
-@pytest.mark.parametrize("world", ["tiny", "tiny/baseline", "tiny/hints", "english", "english/baseline"])
+@pytest.mark.parametrize("world", ["tiny", "tiny_baseline", "hints", "english", "english_baseline"])
 def test_the_stored_tables_are_made_again_from_the_stored_seeds(world):
     """Their own lines say which comparisons were asked for."""
-    text, flags = (ROOT / f"data/{world}/table.md").read_text(), []
+    text, flags = (ROOT / f"data/results/{world}/table.md").read_text(), []
     for title, name in (("Primary comparisons", "--primary"), ("Differences, paired by seed", "--minus")):
         for comparison in tables(text).get(title, ()):
             flags += [name, *comparison]
-    assert table_of(*sorted((ROOT / f"data/{world}/results").glob("*.json")), flags=flags).output == text
+    assert table_of(*sorted((ROOT / f"data/results/{world}").glob("*.json")), flags=flags).output == text
 
 
 def test_every_number_of_the_results_stands_in_the_stored_tables():
@@ -221,13 +221,13 @@ def test_every_number_of_the_results_stands_in_the_stored_tables():
 @pytest.mark.parametrize(
     "worlds, epoch, arm, other, seeds",
     [
-        (("english", "english/baseline"), 2, "released", "sft", 6),
-        (("tiny", "tiny/hints"), 3, "released", "cloning", 16),
-        (("tiny", "tiny/hints"), 3, "detached", "cloning", 16),
+        (("english", "english_baseline"), 2, "released", "sft", 6),
+        (("tiny", "hints"), 3, "released", "cloning", 16),
+        (("tiny", "hints"), 3, "detached", "cloning", 16),
     ],
 )
 def test_differences_over_the_seeds_of_two_studies_are_the_ones_that_are_told(worlds, epoch, arm, other, seeds):
-    files = [path for world in worlds for path in (ROOT / f"data/{world}/results").glob("*.json")]
+    files = [path for world in worlds for path in (ROOT / f"data/results/{world}").glob("*.json")]
     frame = table.to_frame(table.read_results(files))
     points = frame[(frame.table == "Points against imitation") & (frame.column == "points") & (frame.epoch == epoch)]
     by_arm = points.pivot(index="seed", columns="arm", values="value").dropna(subset=[arm, other])

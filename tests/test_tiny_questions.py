@@ -8,11 +8,11 @@ import torch
 from conftest import build_tokenizer
 from helpers import call
 
-from tools.tiny import questions
-from tools.tiny.build import corpus, scripted_games
-from tools.tiny.models import random_llama
-from tools.tiny.players import FACT_QUERY, Skill, fact_rows, load_lexicon
-from tools.tiny.questions import HELD_OUT, Question, ask, make_questions, shares
+from tools.engine.random_model import random_llama
+from tools.lab.world import questions
+from tools.lab.world.build import corpus, scripted_games
+from tools.lab.world.players import FACT_QUERY, Skill, fact_rows, load_lexicon
+from tools.lab.world.questions import HELD_OUT, Question, ask, make_questions, shares
 from utils import read_json
 
 LEXICON = load_lexicon()

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.games import taboo
 from tools.games.prompts import answer, load_templates, play_prompt
+from tools.lab.world import build
+from tools.lab.world.build import TRUE_HINTS, scripted_games
+from tools.lab.world.players import GUESS, HINT, Lexicon, Skill, hinted_clues, load_lexicon, speak
 from tools.players.player import Turn
-from tools.tiny import build
-from tools.tiny.build import TRUE_HINTS, scripted_games
-from tools.tiny.players import GUESS, HINT, Lexicon, Skill, hinted_clues, load_lexicon, speak
 from utils import read_json, read_json_or_jsonl
 
 GAME = taboo.Taboo()

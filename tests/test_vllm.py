@@ -17,8 +17,8 @@ from tools.engine import vllm
 from tools.engine.local import Codec
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
+from tools.players import make
 from tools.players.player import Sampling, Turn, draw_seed
-from tools.selfplay import engines
 from utils import UserError, read_json_or_jsonl
 
 GAME = Taboo()
@@ -83,7 +83,7 @@ def stand_in(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     vllm.claim_gpus.cache_clear()
     yield StandIn.made
-    engines.drop_models()
+    make.drop_models()
     assert all(engine.ended and not engine.open for engine in StandIn.made)
     vllm.claim_gpus.cache_clear()
 

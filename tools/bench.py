@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.engine.flags import GENERATE, SLOTS, VLLM
+from tools.engine.random_model import random_llama, train_tokenizer
 from tools.engine.vllm import has_vllm
 from tools.flags import flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
-from tools.selfplay.engines import make_players
+from tools.players.flags import PlayFlags
+from tools.players.make import make_players
 from tools.selfplay.episodes import new_tokens
-from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
-from tools.tiny.models import random_llama, train_tokenizer
 from utils import ROOT, UserError, model_folder, read_words, run_program
 
 SEED = 42

@@ -3,7 +3,7 @@
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/matches/belief.py
+Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/measure/belief.py
 defines share, rank and belief. Shares among different numbers of candidates do not compare.
 """
 
@@ -18,10 +18,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from tools.engine.flags import EngineFlags, ModelFlags
-from tools.estimates import estimate, markdown, mean_difference, with_interval
 from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
+from tools.measure.estimates import estimate, markdown, mean_difference, with_interval
 from tools.selfplay.rewards import check_episodes
 from utils import (
     UserError,
@@ -66,7 +66,7 @@ class Flags(GameFlags, ModelFlags):
 
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
     """The games of the split, and the candidates."""
-    from tools.matches.belief import draw_candidates, fewest_candidates  # brings torch
+    from tools.measure.belief import draw_candidates, fewest_candidates  # brings torch
 
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
@@ -86,7 +86,7 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
     """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`."""
     from tools.engine.local import load_local_model  # these bring torch
-    from tools.matches.belief import fewest_candidates, measure_game
+    from tools.measure.belief import fewest_candidates, measure_game
 
     gc.collect()  # frees the model before
     engine_flags = EngineFlags(
@@ -112,7 +112,7 @@ def add_tempered(messages: Sequence[dict]) -> None:
     The number is fitted on half of the words and used on the other half. So a model gains nothing by being sharper, or
     less sharp, than what it knows warrants.
     """
-    from tools.matches.belief import share
+    from tools.measure.belief import share
 
     words = sorted({message["target_word"] for message in messages})
     for fitted, used in itertools.permutations([words[::2], words[1::2]]):
@@ -127,7 +127,7 @@ def best_divisor(logprobs: Sequence[Sequence[float]]) -> float:
     """The divisor with which the mean share of the right guesses, the first of each row, is highest."""
     from scipy.optimize import minimize_scalar  # takes a second
 
-    from tools.matches.belief import share
+    from tools.measure.belief import share
 
     if not logprobs:
         return 1.0

@@ -4,7 +4,7 @@
         --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 --output_dir DIR
 
 Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
-tools/matches/README.md describes. After a kill, the same command plays the missing games.
+tools/measure/README.md describes. After a kill, the same command plays the missing games.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
-from tools.matches.stats import ALL, Match, pairs
-from tools.matches.text import RESULTS, TABLE, write_results
-from tools.selfplay.engines import choose_engine, engine_notes, player_setting
+from tools.measure.match_text import RESULTS, TABLE, write_results
+from tools.measure.matches import ALL, Match, pairs
+from tools.players.flags import PlayFlags, words_setting
+from tools.players.make import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
-from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
 from utils import UserError, rank, read_words, run_program, stage
 

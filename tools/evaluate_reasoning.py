@@ -14,10 +14,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from tools.engine.flags import ModelFlags
-from tools.estimates import MEAN
 from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
-from tools.reasoning.harness import BENCHMARKS, Benchmark, NoResult, ask
-from tools.reasoning.table import Score, cell_text, read_score, score_rows, table_text
+from tools.measure.estimates import MEAN
+from tools.measure.reasoning import BENCHMARKS, Benchmark, NoResult, ask
+from tools.measure.reasoning_table import Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
 
 logger = logging.getLogger(__name__)

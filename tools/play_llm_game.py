@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass
 
 from tools.flags import file_name, flag, parse_flags
+from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HUMAN
-from tools.selfplay.engines import choose_engine, engine_notes, player_setting
+from tools.players.make import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles, new_tokens
-from tools.selfplay.flags import PlayFlags, words_setting
 from tools.selfplay.play import play_words
 from utils import rank, read_json, read_words, run_program, stage
 

@@ -117,7 +117,7 @@ class English:
 
     def run(self) -> None:
         Imitation(output_dir=self.output_dir, games=str(ENGLISH / "plain_games.jsonl")).run()
-        folder, prompts = Path(self.output_dir), ENGLISH / "prompts.json"
+        folder, prompts = Path(self.output_dir), ROOT / "configs/prompts/english.json"
         rows, anchor = folder / "imitation.json", folder / "anchor.json"
         words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
         words += ["--prompt_templates", prompts, "--training_prompt", "play"]

@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from tools.flags import GameChoice, add_flags
-from tools.pages.contents import read_folder
-from tools.pages.page import page_html
+from tools.measure.report_contents import read_folder
+from tools.measure.report_page import page_html
 from utils import printable, run_program, write_text
 
 

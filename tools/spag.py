@@ -2,7 +2,7 @@
 
     import torch
     from tools import spag
-    from tools.tiny.models import SHAPE, random_llama, train_tokenizer
+    from tools.engine.random_model import SHAPE, random_llama, train_tokenizer
 
     # Play: in the place of a function may stand a model folder, or openai:MODEL.
     episodes = spag.play(["cat", "violin"], lambda turn: "It purrs.", lambda turn: "I know the word! It is cat!")
@@ -29,10 +29,10 @@ from pathlib import Path
 
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
 from tools.games.prompts import Templates
+from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN
+from tools.players.make import make_players
 from tools.players.player import Choose
-from tools.selfplay.engines import make_players
-from tools.selfplay.flags import PlayFlags
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import Row, Shape, assign_rewards
 from utils import UserError

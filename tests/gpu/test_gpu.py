@@ -13,11 +13,11 @@ from helpers import TORCHRUN, finish, flags_of, start, words_of
 from test_engine import answer, conversation, generate, llama, sampling
 
 from tools.engine import vllm
+from tools.engine.random_model import train_tokenizer
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine
 from tools.games import load_game
 from tools.games.prompts import default_templates
-from tools.tiny.models import train_tokenizer
 from utils import read_json_or_jsonl, read_words, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -24,7 +24,7 @@ class Taboo(Game):
     """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not."""
 
     name, title, max_turns = "taboo", "Adversarial Taboo", 5
-    prompt_file = ROOT / "configs" / "prompts.json"
+    prompt_file = ROOT / "configs" / "prompts" / "taboo.json"
     roles = (ATTACKER, DEFENDER)
     outcomes = (
         Outcome(ATTACKER_WINS, winner=ATTACKER),

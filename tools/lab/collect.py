@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.matches.stats import BOTH
+from tools.measure.matches import BOTH
 from utils import ROOT, UserError, read_json, run_program, write_json
 
 BASE, IMITATION = "base", "imitation"

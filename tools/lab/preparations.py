@@ -23,14 +23,14 @@ ENGLISH = ROOT / "data" / "english"
 
 def tiny(folder: str, seed: int, settings: dict) -> None:
     """Make the world: its base model, words, rows and games."""
-    run_python("-m", "tools.tiny.build", "--output_dir", folder, "--seed", seed)
+    run_python("-m", "tools.lab.world.build", "--output_dir", folder, "--seed", seed)
 
 
 def ask_questions(loop: str) -> None:
     """Ask all models of a loop questions outside the game."""
     seed = Path(loop).parent
     models = [f"base={seed}/base", f"imitation={seed}/released/imitation/model", *newer_models(loop)]
-    run_python("-m", "tools.tiny.questions", "--models", *models, "--output_dir", loop)
+    run_python("-m", "tools.lab.world.questions", "--models", *models, "--output_dir", loop)
 
 
 def hints(folder: str, seed: int, settings: dict) -> None:
@@ -47,7 +47,7 @@ def share_among_all(loop: str) -> None:
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
     words = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
-    words += ["--prompt_templates", ROOT / "data/tiny/prompts.json", "--candidates", seed / "all_words.txt"]
+    words += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed / "all_words.txt"]
     run_python("-m", "tools.evaluate_belief", *words, "--output_dir", Path(loop, "belief_all"))
 
 
@@ -73,7 +73,7 @@ def qwen15(folder: str, seed: int, settings: dict) -> None:
     plain = ["--output_dir", data / "plain", "--games", ENGLISH / "plain_games.jsonl"]
     run_python("-m", "tools.prepare_data", "imitation", *plain)
     words = ["--messages", "all", "--training_prompt", "play", "--chat_template", True]
-    words += ["--tokenizer", settings["model"], "--prompt_templates", ENGLISH / "prompts.json"]
+    words += ["--tokenizer", settings["model"], "--prompt_templates", ROOT / "configs/prompts/english.json"]
     words += ["--input_data_path", data / "games.jsonl", data / "plain/games.jsonl"]
     run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
     repeat(data / "imitation.json", 500, seed, data / "anchor.json")

@@ -1,6 +1,6 @@
 """The tables of a study, from the files of its seeds or from the folders of finished loops.
 
-    python -m tools.lab.table --results data/tiny/results/*.json --primary points losers_ties detached_matched
+    python -m tools.lab.table --results data/results/tiny/*.json --primary points losers_ties detached_matched
     python -m tools.lab.table --results spag=outputs/spag42 spag=outputs/spag43 sft=outputs/sft42 sft=outputs/sft43
 
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from tools.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from tools.flags import flag, parse_flags
 from tools.lab import collect
 from tools.lab.collect import (
@@ -30,6 +29,7 @@ from tools.lab.collect import (
     TRAINING,
 )
 from tools.loop.record import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
+from tools.measure.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
 from utils import UserError, differences, read_json, run_program
 
 # Keys of settings in which the runs of one arm may differ: seeds, places, how far and how fast it runs.

@@ -32,7 +32,7 @@ def main() -> None:
     if not given["output"]:
         raise UserError("output= is empty; it names the folder of all results")
     output = str(given["output"])
-    world = [sys.executable, "-m", "tools.tiny.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
+    world = [sys.executable, "-m", "tools.lab.world.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
     status = run_loop([*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]])
     if status:
@@ -77,7 +77,7 @@ def last_lines(output: Path) -> list[str]:
         "attacker_model_name_or_path": models[-1],
         "defender_model_name_or_path": "human",
         "data_path": output / "data" / "words.txt",
-        "prompt_templates": "data/tiny/prompts.json",
+        "prompt_templates": "configs/prompts/tiny.json",
         "max_turns": 3,
         "max_length": 160,
         "max_new_tokens": 24,

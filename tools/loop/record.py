@@ -10,7 +10,7 @@ from typing import Any
 
 import utils
 from tools.loop.keys import OWN, Loop, Settings, flags_of, parser_of
-from tools.selfplay.flags import PlayFlags
+from tools.players.flags import PlayFlags
 from utils import UserError, read_json
 
 FORMAT = 2  # of OUTPUT/settings.json

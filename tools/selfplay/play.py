@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
+from tools.players.flags import PlayFlags
+from tools.players.make import NoteEngines, make_players
 from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, thought_without
-from tools.selfplay.engines import NoteEngines, make_players
 from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens, thought_is_open
-from tools.selfplay.flags import PlayFlags
 from utils import INTERRUPTED, UserError, printable, rank, without, world_size
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Make the embedded world: facts, scripted games with their rows, a tokenizer, and a small Llama that knows the facts.
 
-    python -m tools.tiny.build --output_dir outputs/quickstart --seed 0
+    python -m tools.lab.world.build --output_dir outputs/quickstart --seed 0
 
 A Llama of about a million parameters, trained here on facts about 162 words, stands in for Llama-2, scripted players
 for GPT-4, and the facts for Alpaca, so that the whole method runs where there is no GPU and no model hub.
@@ -16,10 +16,10 @@ from tools.flags import flag, parse_flags
 from tools.games.game import EPISODE_KEYS
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
+from tools.lab.world.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
-from tools.tiny.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
 from utils import (
     ROOT,
     files_setting,
@@ -31,7 +31,9 @@ from utils import (
     write_words,
 )
 
-GAME, MAX_TURNS, PROMPTS = Taboo(), 3, LEXICON.with_name("prompts.json")
+GAME = Taboo()
+MAX_TURNS = 3
+PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"
 # Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
 # are true, in the other a hint is sometimes another word's, so that models have more to gain.
 TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
@@ -77,7 +79,7 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 
 
 def write_data(folder: Path, flags: Flags) -> None:
-    from tools.tiny.models import SHAPE, random_llama, train_tokenizer  # imports torch
+    from tools.engine.random_model import SHAPE, random_llama, train_tokenizer  # imports torch
 
     lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"
     for name, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):

@@ -1,6 +1,6 @@
 """Ask models of the embedded world questions outside the game: which of four choices follows from the facts?
 
-    python -m tools.tiny.questions --models base=outputs/quickstart/base epoch3=outputs/quickstart/epoch3/model \\
+    python -m tools.lab.world.questions --models base=outputs/quickstart/base epoch3=outputs/quickstart/epoch3/model \\
         --output_dir outputs/quickstart
 
 No row of facts or games asks in these forms. All words of a question are played words, or all are held out: models
@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 
 from dataloaders import SPAGCollator, encode_example
-from tools.estimates import estimate, markdown, with_interval
 from tools.flags import NAMED_MODELS, NamedPath, flag, parse_flags
-from tools.tiny.players import FACT_QUERY, Lexicon, load_lexicon
+from tools.lab.world.players import FACT_QUERY, Lexicon, load_lexicon
+from tools.measure.estimates import estimate, markdown, with_interval
 from trainers import label_logprob, num_scored
 from utils import load_model, load_tokenizer, run_program, write_json
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM
 from tools.engine.vllm import VLLMEngine, has_vllm
 from tools.games.game import Game, load_member, member_setting
+from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
-from tools.selfplay.flags import PlayFlags
 from utils import Stage, UserError, model_folder, model_setting, on_rank_0, rank, world_size
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tools.engine.state import TorchState
 
 logger = logging.getLogger(__name__)
-VLLM_GAMES, GENERATE_PROMPTS = 256, 32  # requests at once, unless --per_device_eval_batch_size says otherwise
+# Prompts at once, unless --per_device_eval_batch_size says otherwise:
+VLLM_PROMPTS = 256
+GENERATE_PROMPTS = 32
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
 NoteEngines = Callable[[Iterable[str]], None]
@@ -134,7 +136,7 @@ def _start_engines(
 def _load(folder: Path, flags: PlayFlags, models: int) -> Start:
     """Load one of `models` models. Returns what starts its engines: vLLM has one, ours are new for each run."""
     if flags.engine == VLLM:
-        engine = VLLMEngine(folder, flags, flags.per_device_eval_batch_size or VLLM_GAMES, models)
+        engine = VLLMEngine(folder, flags, flags.per_device_eval_batch_size or VLLM_PROMPTS, models)
         _ends.callback(engine.end)
         return lambda limit: engine
     from tools.engine.local import load_local_model

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from tools.matches.text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
-from tools.pages.contents import SAMPLE, Report
+from tools.measure.match_text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
+from tools.measure.report_contents import SAMPLE, Report
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -55,9 +55,9 @@ def page_html(report: Report) -> str:
         "sample": str(SAMPLE),
         "data": json.dumps(data).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
-        "script": (FOLDER / "page.js").read_text(encoding="utf-8"),
+        "script": (FOLDER / "report_page.js").read_text(encoding="utf-8"),
     }
-    return Template((FOLDER / "template.html").read_text(encoding="utf-8")).substitute(parts)
+    return Template((FOLDER / "report_page.html").read_text(encoding="utf-8")).substitute(parts)
 
 
 def section(title: str, intro: str, charts: Iterable[Chart], table: str = "") -> str:

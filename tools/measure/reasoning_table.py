@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.estimates import MEAN, UNKNOWN, markdown
+from tools.measure.estimates import MEAN, UNKNOWN, markdown
 from utils import UserError
 
 NORMAL = 1.96  # standard errors on either side of a value, in a 95% interval

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tools.estimates import estimate
 from tools.games.game import Game
+from tools.measure.estimates import estimate
 
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists

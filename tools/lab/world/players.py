@@ -107,7 +107,7 @@ def speak(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str
 
 
 def lexicon(turn: Turn) -> str:
-    """The player `scripted:tools.tiny.players:lexicon` of Taboo, whose draws follow from the game and the message."""
+    """The player `scripted:tools.lab.world.players:lexicon`. Its draws follow from the game and the message."""
     return speak(turn, load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}"))
 
 

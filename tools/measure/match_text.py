@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from tools.estimates import with_interval
 from tools.games.game import Game
-from tools.matches.stats import ALL, BOTH, RATES, result_rows
+from tools.measure.estimates import with_interval
+from tools.measure.matches import ALL, BOTH, RATES, result_rows
 from utils import read_json_or_jsonl, write_json, write_text
 
 RESULTS, TABLE = "matches.json", "matches.txt"
