@@ -141,7 +141,7 @@ def end_with_error(message: str) -> NoReturn:
 
 def printable(text: str) -> str:
     """A text of a model or a file without characters that move the cursor."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def require(module: str, requirement: str) -> None:
@@ -165,15 +165,17 @@ def warn_on_rank_0(message: str, *values) -> None:
         logger.warning(message, *values)
 
 
-def with_values(words: Iterable[str], booleans: Collection[str]) -> list[str]:
+def with_values(argv: Iterable[str], booleans: Collection[str]) -> list[str]:
     """A command line in which each of these flags that stands without True or False has the value True.
 
     So `--x` means `--x True`, and `--x FOLDER` leaves the folder to the program.
     """
-    words = list(words)
+    argv = list(argv)
     filled = []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        filled += [word, "True"] if word in booleans and following.lower() not in BOOLEANS else [word]
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        filled.append(argument)
+        if argument in booleans and following.lower() not in BOOLEANS:
+            filled.append("True")
     return filled
 
 
@@ -184,9 +186,9 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def run_python(*words) -> None:
-    """Run Python with these words as its command line; CalledProcessError if it fails."""
-    subprocess.run([sys.executable, *map(str, words)], check=True)
+def run_python(*argv) -> None:
+    """Run Python with these arguments, as texts; CalledProcessError if it fails."""
+    subprocess.run([sys.executable, *map(str, argv)], check=True)
 
 
 # The ranks of a launch.
@@ -202,13 +204,16 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def check_gpus(there: int, each: int = 1, processes: int = 1) -> None:
-    """UserError that names both numbers if this machine's processes use more GPUs, `each` so many, than are there."""
+def check_gpus(there: int, gpus_of_process: int = 1, processes: int = 1) -> None:
+    """UserError that names both numbers if this machine's processes use more GPUs than are there."""
     last = int(os.environ.get("LOCAL_RANK", 0)) + 1
     processes = max(processes, last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if processes * each > there:
-        need = f"{processes} processes on this machine need {processes * each} GPUs; it has {there}"
-        raise UserError(f"{need}. Start at most {there // each} (torchrun --nproc_per_node; in the loop processes)")
+    needed = processes * gpus_of_process
+    if needed > there:
+        raise UserError(
+            f"{processes} processes on this machine need {needed} GPUs; it has {there}. Start at most "
+            f"{there // gpus_of_process} (torchrun --nproc_per_node; in the loop processes)"
+        )
 
 
 def warn_of_idle_gpu() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.loop.inputs import MEASURING, PHASES, Place, check_inputs, last_place
+from tools.loop.inputs import MEASURING, PHASES, Position, check_inputs, last_position
 from tools.loop.keys import (
     NONE,
     OWN,
@@ -44,7 +44,7 @@ class Step:
     """The command of a stage: its program with `argv`, the arguments."""
 
     name: str
-    place: Place
+    position: Position
     program: str
     argv: list[str]
     stage: str | None = None  # the table with its flags
@@ -57,12 +57,14 @@ class Step:
 
 def steps(loop: Loop) -> Iterator[Step]:
     """The commands of all stages. Each starts from what those before it leave."""
-    model, player = loop.imitation_model or loop.model, "imitation"  # the newest model, and its name in files
+    model = loop.imitation_model or loop.model  # the newest model
+    player = "imitation"  # its name in files
     if "train_data_path" in loop.stages["imitation"] and not loop.imitation_model:
         folder = f"{loop.output}/imitation/model"
         yield training(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
-    imitation, models = model, {"base": loop.model}
+    imitation = model
+    models = {"base": loop.model}
     if model != loop.model:
         models["imitation"] = model
     for epoch in range(1, loop.epochs + 1):
@@ -74,29 +76,32 @@ def steps(loop: Loop) -> Iterator[Step]:
             yield play(loop, epoch, model, player)
         yield from rows(loop, epoch, episodes)
         yield self_play_training(loop, epoch, model)
-        model, player = trained_model(loop, "training", f"{folder}/model"), f"epoch{epoch}"
+        model = trained_model(loop, "training", f"{folder}/model")
+        player = f"epoch{epoch}"
         models[player] = model
-        place = (epoch, MEASURING)
+        position = (epoch, MEASURING)
         if "words" in loop.stages["match"] and epoch % loop.match_every == 0:
-            yield match(loop, place, imitation, player, model)
+            yield match(loop, position, imitation, player, model)
         if "games" in loop.stages["belief"]:
-            yield belief(loop, place, models if epoch == 1 else {player: model})
+            yield belief(loop, position, models if epoch == 1 else {player: model})
         if loop.report:
             game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
-            yield Step("report", place, "tools/report.py", [loop.output, *command_line(game)])
+            yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
     if "tasks" in loop.stages["reasoning"]:
         flags = {"models": named(models), "output_dir": f"{loop.output}/reasoning", "dtype": DTYPES[loop.precision]}
-        yield step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
+        yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
 
 
-def step(loop: Loop, stage: str, name: str, place: Place, flags: dict, defaults: Mapping = {}, **more) -> Step:
+def stage_step(
+    loop: Loop, stage: str, name: str, position: Position, flags: dict, defaults: Mapping = {}, **more
+) -> Step:
     """The command of a stage: `defaults`, the flags of its table, and the `flags` that the loop sets."""
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.stages[stage], **flags})
-    return Step(name, place, PROGRAMS[stage].path, argv, stage, **more)
+    return Step(name, position, PROGRAMS[stage].path, argv, stage, **more)
 
 
-def training(loop: Loop, stage: str, name: str, place: Place, folder: str, model: str, **flags) -> Step:
+def training(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
     """Train a model, which is the reference too."""
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
@@ -115,7 +120,7 @@ def training(loop: Loop, stage: str, name: str, place: Place, folder: str, model
     if loop.precision != "fp32":
         flags[loop.precision] = True
     defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}  # the reference computes so
-    return step(loop, stage, name, place, flags, defaults, processes=loop.processes, trained=folder)
+    return stage_step(loop, stage, name, position, flags, defaults, processes=loop.processes, trained=folder)
 
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
@@ -127,8 +132,8 @@ def self_play_training(loop: Loop, epoch: int, model: str) -> Step:
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
     if loop.control in ("cloning", "sft"):
         flags["allow_no_game_rows"] = True
-    place = (epoch, PHASES.index("train"))
-    return training(loop, "training", f"epoch{epoch}_train", place, f"{folder}/model", model, **flags)
+    position = (epoch, PHASES.index("train"))
+    return training(loop, "training", f"epoch{epoch}_train", position, f"{folder}/model", model, **flags)
 
 
 def play(loop: Loop, epoch: int, model: str, player: str) -> Step:
@@ -143,8 +148,8 @@ def play(loop: Loop, epoch: int, model: str, player: str) -> Step:
         "seed": loop.seed + epoch,
         "dtype": DTYPES[loop.precision],
     }
-    place = (epoch, PHASES.index("play"))
-    return step(loop, "play", f"epoch{epoch}_play", place, flags, processes=processes_of_play(loop, "play"))
+    position = (epoch, PHASES.index("play"))
+    return stage_step(loop, "play", f"epoch{epoch}_play", position, flags, processes=processes_of_play(loop, "play"))
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
@@ -157,7 +162,8 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 
 def rows(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
     """Make the rows of the games, or of a control: epochK/rows/rows.json."""
-    folder, rows_of_like = f"{loop.output}/epoch{epoch}/rows", f"{loop.like}/epoch{epoch}/rows/rows.json"
+    folder = f"{loop.output}/epoch{epoch}/rows"
+    rows_of_like = f"{loop.like}/epoch{epoch}/rows/rows.json"
     if loop.control == "sft":
         names = ("sft_data_path", "chat_template", "thinking", "trust_remote_code")
         flags = {name: loop.stages["rewards"].get(name) for name in names}
@@ -181,8 +187,8 @@ def rewards(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
     defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}  # which the thoughts answer
-    place = (epoch, PHASES.index("rewards"))
-    return step(loop, "rewards", f"epoch{epoch}_rewards", place, flags, defaults)
+    position = (epoch, PHASES.index("rewards"))
+    return stage_step(loop, "rewards", f"epoch{epoch}_rewards", position, flags, defaults)
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
@@ -196,7 +202,7 @@ def control(loop: Loop, epoch: int, source: str, flags: dict) -> Step:
     return Step(f"epoch{epoch}_{loop.control}", (epoch, PHASES.index("rewards")), "tools/controls.py", argv)
 
 
-def match(loop: Loop, place: Place, imitation: str, player: str, model: str) -> Step:
+def match(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:
     """Let the newest model play against imitation."""
     flags = {
         "players": named({"imitation": imitation, player: model}),
@@ -204,19 +210,20 @@ def match(loop: Loop, place: Place, imitation: str, player: str, model: str) -> 
         "output_dir": f"{loop.output}/{player}/eval",
         "dtype": DTYPES[loop.precision],
     }
-    return step(loop, "match", f"{player}_eval", place, flags, processes=processes_of_play(loop, "match"))
+    return stage_step(loop, "match", f"{player}_eval", position, flags, processes=processes_of_play(loop, "match"))
 
 
-def belief(loop: Loop, place: Place, models: dict[str, str]) -> Step:
+def belief(loop: Loop, position: Position, models: dict[str, str]) -> Step:
     """Ask what the hints of some games tell these models."""
-    player, of_play = list(models)[-1], loop.of("play")
+    player = list(models)[-1]
+    play_flags = loop.of("play")
     flags = {
         "models": named(models),
         "output_dir": f"{loop.output}/{player}/belief",
-        "max_length": of_play.max_length - of_play.max_new_tokens,  # of a prompt
+        "max_length": play_flags.max_length - play_flags.max_new_tokens,  # of a prompt
         "dtype": DTYPES[loop.precision],
     }
-    return step(loop, "belief", f"{player}_belief", place, flags)
+    return stage_step(loop, "belief", f"{player}_belief", position, flags)
 
 
 def named(models: dict[str, str]) -> list[str]:
@@ -244,8 +251,8 @@ def main() -> None:
     if kept:
         say(kept)
     if loop.check:
-        for each in plan:
-            print(f"{each.name}: {shlex.join(command(loop, each))}")
+        for step in plan:
+            print(f"{step.name}: {shlex.join(command(loop, step))}")
         return
     if loop.machine == 0:
         write_record(loop, words)
@@ -254,7 +261,7 @@ def main() -> None:
 
 def question(loop: Loop) -> Question:
     """What the loop asks about this machine."""
-    names = [each.name for each in dataclasses.fields(Question)]
+    names = [field.name for field in dataclasses.fields(Question)]
     asked = {name: getattr(loop, name) for name in names if name in OWN}
     has_lora = all("lora_rank" in loop.stages[stage] for stage in TRAININGS)
     gpus = loop.of("match").tensor_parallel_size if "words" in loop.stages["match"] else None
@@ -263,60 +270,61 @@ def question(loop: Loop) -> Question:
 
 def check_commands(plan: Iterable[Step]) -> None:
     """Let each stage's own parser read its command, hours before the stage may begin."""
-    for each in plan:
-        if each.stage:
-            flags = parse_command(each.stage, each.argv)
-            if each.stage == "rewards":
+    for step in plan:
+        if step.stage:
+            flags = parse_command(step.stage, step.argv)
+            if step.stage == "rewards":
                 flags.check(flags.load_game())
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
     """Run the steps up to the last one that the setting `until` wants."""
-    begin, last = time.monotonic(), last_place(loop)
-    for each in plan:
-        if each.place > last:
+    begin = time.monotonic()
+    last = last_position(loop)
+    for step in plan:
+        if step.position > last:
             break
-        if each.processes is None and loop.machine > 0:
+        if step.processes is None and loop.machine > 0:
             continue
         try:
-            stages.run(each.name, command(loop, each), **threads(loop, each))
+            stages.run(step.name, command(loop, step), **threads(loop, step))
         except StageFailed as error:
             sys.stderr.write(f"{Path(sys.argv[0]).name}: {error}\n")
-            if each.name != "report":  # without a report no results are lost
+            if step.name != "report":  # without a report no results are lost
                 sys.exit(1)
-        if each.trained and loop.machine == 0:
-            delete_checkpoints(each.trained)
+        if step.trained and loop.machine == 0:
+            delete_checkpoints(step.trained)
     if loop.until:
         say(f"stopped after {loop.until}, as the setting until says")
     else:
         say(f"finished in {(time.monotonic() - begin) / 60:.0f} min; everything is in {loop.output}")
 
 
-def command(loop: Loop, each: Step) -> list[str]:
+def command(loop: Loop, step: Step) -> list[str]:
     """The command line of a step, by torchrun if it has several processes."""
-    program = [str(ROOT / each.program), *each.argv]
-    if not is_launched(loop, each):
+    program = [str(ROOT / step.program), *step.argv]
+    if not is_launched(loop, step):
         return [sys.executable, *program]
     launcher = {
-        "nproc_per_node": each.processes,
+        "nproc_per_node": step.processes,
         "nnodes": loop.machines,
         "rdzv_backend": "c10d",
         "rdzv_endpoint": loop.rendezvous,
-        "rdzv_id": f"{loop.rendezvous_id}-{each.name}",
+        "rdzv_id": f"{loop.rendezvous_id}-{step.name}",
         "rdzv_conf": f"is_host={int(loop.machine == 0)},join_timeout=86400,read_timeout=86400",
     }
     return [sys.executable, "-m", "torch.distributed.run", *command_line(launcher), *program]
 
 
-def is_launched(loop: Loop, each: Step) -> bool:
-    return each.processes is not None and each.processes * loop.machines > 1
+def is_launched(loop: Loop, step: Step) -> bool:
+    return step.processes is not None and step.processes * loop.machines > 1
 
 
-def threads(loop: Loop, each: Step) -> dict[str, str]:
+def threads(loop: Loop, step: Step) -> dict[str, str]:
     """torchrun would give each process one thread; under offload the optimizer needs more."""
-    if "OMP_NUM_THREADS" in os.environ or not is_launched(loop, each):
+    if "OMP_NUM_THREADS" in os.environ or not is_launched(loop, step):
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // each.processes))}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // step.processes))}
 
 
 def delete_checkpoints(folder: str) -> None:

@@ -68,10 +68,12 @@ class DecodeBatch:
         self.size = len(slots)
         num_used = 1 + max(max(slot.block_table) for slot in slots)
         # For each used block: the number of its slot in this batch, and the offset of the last token to attend to.
-        owners, last_offsets = [0] * num_used, [0] * num_used
+        owners = [0] * num_used
+        last_offsets = [0] * num_used
         for number, slot in enumerate(slots):
             for block in slot.block_table:
-                owners[block], last_offsets[block] = number, BLOCK - 1
+                owners[block] = number
+                last_offsets[block] = BLOCK - 1
             last_offsets[slot.block_table[-1]] = (slot.num_block_tokens - 1) % BLOCK
         self.owners = _indices(owners, device)  # (used blocks,); 0 for blocks of slots outside this batch
         # The block tables, one after the other, and where each of them begins.
@@ -96,7 +98,8 @@ class PrefillChunk:
 
     def __init__(self, slot: Slot, end: int, device: torch.device):
         self.tokens = slice(end - slot.num_new_tokens, end)
-        self.num_prefix_tokens, self.num_block_tokens = slot.num_prefix_tokens, slot.num_block_tokens
+        self.num_prefix_tokens = slot.num_prefix_tokens
+        self.num_block_tokens = slot.num_block_tokens
         self.block_table = _indices(slot.block_table, device)
         visible = torch.ones(slot.num_new_tokens, slot.new_positions.stop, dtype=torch.bool, device=device)
         self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens); True where it attends
@@ -168,33 +171,38 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
     in_blocks = cache.tokens_in(chunk.block_table)[:, :, : chunk.num_block_tokens]
     visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], in_blocks], 2)  # (2, kv heads, tokens, size)
     # Repeat the heads here: with `enable_gqa` and a mask, torch on a GPU would keep all scores in memory.
-    share = queries.shape[1] // visible.shape[1]
-    keys, values = visible[:, :, None].expand(-1, -1, share, -1, -1).flatten(1, 2)[:, None]
+    heads_per_key = queries.shape[1] // visible.shape[1]
+    keys, values = visible.repeat_interleave(heads_per_key, dim=1).unsqueeze(1)  # (1, heads, tokens, size) each
     query = queries[chunk.tokens].transpose(0, 1)[None]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=chunk.mask, scale=1.0)[0].transpose(0, 1)
 
 
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
     """Attention of single tokens: (slots, heads, size). Rounds scores to half precision where eager attention does."""
-    owners, (prefix_keys, prefix_values) = batch.owners, cache.prefix
+    owners = batch.owners
+    prefix_keys, prefix_values = cache.prefix
     keys, values = cache.blocks[:, : len(owners)]  # (used blocks, kv heads, size, BLOCK)
     kv_heads = keys.shape[1]
-    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, share, size): `share` heads use the same keys
-    to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, slots x share, prefix)
+    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, group, size); a group of heads has one key
+    to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, slots x group, prefix)
     to_prefix = to_prefix.float().unflatten(1, (batch.size, -1)).transpose(0, 1)
     if batch.prefix_mask is not None:
         to_prefix.add_(batch.prefix_mask[:, None, None])
-    to_blocks = (grouped.index_select(0, owners) @ keys).float()  # (used blocks, kv heads, share, BLOCK)
+    to_blocks = (grouped.index_select(0, owners) @ keys).float()  # (used blocks, kv heads, group, BLOCK)
     to_blocks.add_(batch.block_mask[:, None, None])
-    # Softmax over prefix and blocks together. `highest` and `sums`: (slots, kv heads, share, 1).
+    # Softmax over prefix and blocks together. `highest` and `sums`: (slots, kv heads, group, 1).
     highest = batch.reduce(to_blocks.amax(-1, keepdim=True), "max")
     if prefix_keys.shape[1]:
         highest = torch.maximum(highest, to_prefix.amax(-1, keepdim=True))
-    to_prefix, to_blocks = to_prefix.sub_(highest).exp_(), to_blocks.sub_(highest[owners]).exp_()
+    to_prefix = to_prefix.sub_(highest).exp_()
+    to_blocks = to_blocks.sub_(highest[owners]).exp_()
     sums = to_prefix.sum(-1, keepdim=True) + batch.reduce(to_blocks.sum(-1, keepdim=True), "sum")
-    from_prefix = to_prefix.div_(sums).to(queries.dtype).transpose(0, 1).flatten(1, 2) @ prefix_values
-    from_blocks = batch.reduce(to_blocks.div_(sums[owners]).to(queries.dtype) @ values.mT, "sum")
-    return (from_prefix.unflatten(1, (batch.size, -1)).transpose(0, 1) + from_blocks).flatten(1, 2)
+    prefix_weights = to_prefix.div_(sums).to(queries.dtype)  # (slots, kv heads, group, prefix)
+    block_weights = to_blocks.div_(sums[owners]).to(queries.dtype)  # (used blocks, kv heads, group, BLOCK)
+    from_prefix = prefix_weights.transpose(0, 1).flatten(1, 2) @ prefix_values  # (kv heads, slots x group, size)
+    from_prefix = from_prefix.unflatten(1, (batch.size, -1)).transpose(0, 1)
+    from_blocks = batch.reduce(block_weights @ values.mT, "sum")
+    return (from_prefix + from_blocks).flatten(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attend)

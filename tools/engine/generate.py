@@ -16,7 +16,7 @@ class BatchEngine(Engine):
     """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
 
     name = GENERATE
-    keeps_games = False
+    size_limits_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):
         self.codec, self.model, self.size = local.codec, local.model, batch_size

@@ -148,7 +148,7 @@ class Engine(Protocol):
     codec: Codec
     size: int  # requests that it computes at a time
     computes_in: str  # device and type of numbers, for the log
-    keeps_games: ClassVar[bool]  # whether a game's keys and values stay between its requests
+    size_limits_games: ClassVar[bool]  # whether a running game holds one of the `size` places
 
     def start(self, request: int, prompt: Prompt) -> None:
         """Queue a request, which has this number."""

@@ -29,7 +29,7 @@ class SlotEngine(Engine):
     """
 
     name = SLOTS
-    keeps_games = True
+    size_limits_games = True
 
     def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):
         self.codec, self.model, self.size = local.codec, local.model, slots

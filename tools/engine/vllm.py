@@ -48,7 +48,7 @@ class VLLMEngine:
     """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process."""
 
     name = VLLM
-    keeps_games = True
+    size_limits_games = True
 
     def __init__(self, folder: Path, flags: EngineFlags, size: int, models: int):
         if not has_vllm():
@@ -67,16 +67,18 @@ class VLLMEngine:
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
-        words = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
-        words += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        words += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
-        words += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
-        words += ["--disable-log-stats", "--no-use-tqdm-on-load", *["--trust-remote-code"] * flags.trust_remote_code]
-        words += ["--language-model-only"]  # a trained multimodal model has no image processor
+        argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
+        argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+        argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
+        argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
+        argv += ["--disable-log-stats", "--no-use-tqdm-on-load", ]
+        if flags.trust_remote_code:
+            argv.append("--trust-remote-code")
+        argv += ["--language-model-only"]  # a trained multimodal model has no image processor
         # The start of a second engine in this process deletes the CUDA graphs of the first: its replies are nonsense.
         if models > 1 and flags.tensor_parallel_size == 1:
-            words += ["--enforce-eager"]
-        self.llm = _start([*words, *shlex.split(flags.vllm_args)])
+            argv += ["--enforce-eager"]
+        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
 
@@ -114,7 +116,7 @@ class VLLMEngine:
         del self.llm
 
 
-def _start(words: list[str]):
+def _start(argv: list[str]):
     """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher."""
     names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
     hidden = {name: os.environ.pop(name) for name in names}
@@ -123,6 +125,6 @@ def _start(words: list[str]):
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
-        return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))
+        return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(argv)))
     finally:
         os.environ.update(hidden)

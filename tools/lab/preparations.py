@@ -46,9 +46,9 @@ def share_among_all(loop: str) -> None:
     models = [*newer_models(loop)][-1:]
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
-    words = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
-    words += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed / "all_words.txt"]
-    run_python("-m", "tools.evaluate_belief", *words, "--output_dir", Path(loop, "belief_all"))
+    argv = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
+    argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed / "all_words.txt"]
+    run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))
 
 
 def newer_models(loop: str) -> Iterator[str]:
@@ -72,10 +72,10 @@ def qwen15(folder: str, seed: int, settings: dict) -> None:
     run_python("-m", "tools.prepare_data", "imitation", "--output_dir", data)
     plain = ["--output_dir", data / "plain", "--games", ENGLISH / "plain_games.jsonl"]
     run_python("-m", "tools.prepare_data", "imitation", *plain)
-    words = ["--messages", "all", "--training_prompt", "play", "--chat_template", True]
-    words += ["--tokenizer", settings["model"], "--prompt_templates", ROOT / "configs/prompts/english.json"]
-    words += ["--input_data_path", data / "games.jsonl", data / "plain/games.jsonl"]
-    run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
+    argv = ["--messages", "all", "--training_prompt", "play", "--chat_template", True]
+    argv += ["--tokenizer", settings["model"], "--prompt_templates", ROOT / "configs/prompts/english.json"]
+    argv += ["--input_data_path", data / "games.jsonl", data / "plain/games.jsonl"]
+    run_python(ROOT / "tools/assign_rewards.py", *argv, "--output_data_path", data / "imitation.json")
     repeat(data / "imitation.json", 500, seed, data / "anchor.json")
     held_out = set(read_words(data / "held_out.txt"))
     others = [word for word in read_words(ROOT / "data/target_words.txt") if word not in held_out]
@@ -84,8 +84,8 @@ def qwen15(folder: str, seed: int, settings: dict) -> None:
 
 def repeat(rows: str | Path, number: int, seed: int, output: Path) -> None:
     """Make a file of so many rows of imitation: repeated ones, or a drawn part."""
-    words = ["--rows", rows, "--number", number, "--seed", seed, "--output", output]
-    run_python("-m", "tools.controls", "repeat", *words)
+    argv = ["--rows", rows, "--number", number, "--seed", seed, "--output", output]
+    run_python("-m", "tools.controls", "repeat", *argv)
 
 
 def gate(loop: str) -> None:

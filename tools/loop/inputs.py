@@ -17,7 +17,7 @@ from utils import UserError, read_json
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
 MEASURING = len(PHASES)  # the phase after these, of match, belief and report
-Place = tuple[int, int]  # epoch and number of a phase
+Position = tuple[int, int]  # epoch and number of a phase
 RELEASED = "data/released_prompts.json"
 MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
 SAME_IN_ROWS = ["game", "game_options", "prompt_templates", "chat_template", "thinking"]  # as in play
@@ -44,7 +44,7 @@ def check_inputs(loop: Loop) -> list[str]:
 def check_limits(loop: Loop) -> None:
     if loop.seed + loop.epochs >= 2**32:
         raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
-    if last_place(loop)[0] > loop.epochs:
+    if last_position(loop)[0] > loop.epochs:
         raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
     if loop.machines > 1 and loop.rendezvous == OWN["rendezvous"].default:
         raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, where machine 0 is reached")
@@ -52,16 +52,16 @@ def check_limits(loop: Loop) -> None:
         raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
 
 
-def last_place(loop: Loop) -> Place:
+def last_position(loop: Loop) -> Position:
     """The last epoch and phase that run; imitation is (0, 0). UserError for a wrong `until`."""
     if loop.until is None:
         return loop.epochs, MEASURING
     if loop.until == "imitation":
         return 0, 0
-    place = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
-    if not place:
+    named = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
+    if not named:
         raise UserError(f"until={loop.until}: expected imitation, or epochK_ with {', '.join(PHASES)}")
-    return int(place[1]), PHASES.index(place[2])
+    return int(named[1]), PHASES.index(named[2])
 
 
 def check_there(loop: Loop, tables: dict[str, Namespace]) -> None:
@@ -126,7 +126,7 @@ def check_control(loop: Loop, rewards: Namespace) -> None:
         return
     if not loop.like:
         raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
-    last_epoch, last_phase = last_place(loop)
+    last_epoch, last_phase = last_position(loop)
     needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
     there = 0
     while Path(loop.like, f"epoch{there + 1}", "rows", "rows.json").is_file():

@@ -88,7 +88,7 @@ class OwnSettings:
     check: bool = flag("end after the checks, and print the command of each stage", default=False)
 
 
-OWN = {each.name: each for each in dataclasses.fields(OwnSettings)}
+OWN = {field.name: field for field in dataclasses.fields(OwnSettings)}
 PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
 
 
@@ -219,23 +219,26 @@ def has_reference(train_method: str) -> bool:
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
     """A command line: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None leaves a flag out."""
-    words = []
+    argv = []
     for name, value in flags.items():
         if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)]
+            argv += [f"--{name}", *map(str, value)]
         elif str(value).startswith("-"):
-            words.append(f"--{name}={value}")
+            argv.append(f"--{name}={value}")
         elif value is not None:
-            words += [f"--{name}", str(value)]
-    return words
+            argv += [f"--{name}", str(value)]
+    return argv
 
 
 def with_equals(flags: Mapping[str, Value]) -> list[str]:
     """A command line of --name=value, in which "--flag yes" is not read as a flag that stands alone and a word."""
-    words = []
+    argv = []
     for name, value in flags.items():
-        words += command_line({name: value}) if isinstance(value, list) else [f"--{name}={value}"]
-    return words
+        if isinstance(value, list):
+            argv += command_line({name: value})
+        else:
+            argv.append(f"--{name}={value}")
+    return argv
 
 
 # Names and values.
@@ -261,19 +264,20 @@ def expand(name: str, value: Any, *, split: bool) -> Settings:
         raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
     if re.search(r"[_-]token$", key):
         raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... in its place")
-    having = [each for each in ([stage] if dot else PROGRAMS) if key in flags_of(each)]
+    stages = [stage] if dot else PROGRAMS
+    having = [stage for stage in stages if key in flags_of(stage)]
     if not having:
         known = flags_of(stage) if dot else {*OWN}.union(*map(flags_of, PROGRAMS))
         what = f"no flag of {PROGRAMS[stage].path}" if dot else "neither a setting of the loop nor a flag of a stage"
         raise UserError(f"{name}: {what}{nearest(key, known)}")
-    taking = [each for each in having if key not in PROGRAMS[each].set_by_loop]
+    taking = [stage for stage in having if key not in PROGRAMS[stage].set_by_loop]
     if not taking:
         raise UserError(f"{name}: the loop sets this flag")
     settings: Settings = {}
-    for each in taking:
-        several = flags_of(each)[key]
+    for stage in taking:
+        several = flags_of(stage)[key]
         made = to_value(name, value, split=split and several)
-        settings[f"{each}.{key}"] = [made] if several and isinstance(made, str) else made
+        settings[f"{stage}.{key}"] = [made] if several and isinstance(made, str) else made
     return settings
 
 
@@ -284,10 +288,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def to_value(name: str, value: Any, *, split: bool) -> Value | None:
     if isinstance(value, list):
-        return [to_text(name, each) for each in value]
+        return [to_text(name, one) for one in value]
     if split:
         with utils.user_errors(name, ValueError):
-            return [to_text(name, each) for each in shlex.split(value)] or None
+            return [to_text(name, one) for one in shlex.split(value)] or None
     return to_text(name, value) or None
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
-MEAN, UNKNOWN = "geometric mean", "-"  # a column, and a cell, of tables
+MEAN = "geometric mean"  # a column of tables
+UNKNOWN = "-"  # a cell of tables
 
 
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:

@@ -11,7 +11,8 @@ from tools.measure.estimates import with_interval
 from tools.measure.matches import ALL, BOTH, RATES, result_rows
 from utils import read_json_or_jsonl, write_json, write_text
 
-RESULTS, TABLE = "matches.json", "matches.txt"
+RESULTS = "matches.json"
+TABLE = "matches.txt"
 NAMES = ("player", "opponent", "words", "role")
 HEAD = (*NAMES, "games", "points", *RATES, "length", "empty")
 HOW_COUNTED = (
@@ -30,7 +31,8 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
 
 def matches_text(results: dict, game: Game) -> str:
     """A table of players, word lists and roles, and a last line with the points of all pairs."""
-    settings, rows = results["settings"], shown_rows(results)
+    settings = results["settings"]
+    rows = shown_rows(results)
     table = pd.DataFrame(map(cells, rows), columns=HEAD)
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
@@ -44,13 +46,14 @@ def shown_rows(results: dict) -> list[dict]:
 
     With `against` that is the one that meets it. Rows that pool word lists and roles come first.
     """
-    settings, rows = results["settings"], [row for row in results["results"] if row["seed"] is None]
-    place = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}
+    settings = results["settings"]
+    rows = [row for row in results["results"] if row["seed"] is None]
+    order_of = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}
     lists = list(dict.fromkeys([ALL, *(row["words"] for row in rows)]))
-    shown = [row for row in rows if place[row["player"]] >= place[row["opponent"]]]
+    shown = [row for row in rows if order_of[row["player"]] >= order_of[row["opponent"]]]
 
     def order(row: dict) -> tuple:
-        return place[row["opponent"]], place[row["player"]], lists.index(row["words"]), row["role"] != BOTH
+        return order_of[row["opponent"]], order_of[row["player"]], lists.index(row["words"]), row["role"] != BOTH
 
     return sorted(shown, key=order)
 

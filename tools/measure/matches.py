@@ -46,11 +46,14 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
         sides = itertools.permutations(episode[role] for role in game.roles)  # the player first, then its opponent
         for role, players in zip(game.roles, sides, strict=True):
             sums = sums_of_side(episode, game, role)
-            for key in itertools.product([players], {episode["words"], ALL}, (role, BOTH), (episode["seed"], None)):
-                rows[key][episode["target_word"]].update(sums)
+            for words in (episode["words"], ALL):
+                for pooled_role in (role, BOTH):
+                    for seed in (episode["seed"], None):
+                        rows[players, words, pooled_role, seed][episode["target_word"]].update(sums)
     met = dict.fromkeys(players for players, *_ in rows)
     lists = list(dict.fromkeys(episode["words"] for episode in episodes))
-    lists += [ALL] if len(lists) > 1 else []
+    if len(lists) > 1:
+        lists.append(ALL)
     seeds = sorted({episode["seed"] for episode in episodes})
     for key in itertools.product(met, lists, (*game.roles, BOTH), (None, *seeds)):
         (player, opponent), words, role, seed = key
@@ -61,18 +64,22 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
 
 def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
     """What one game adds to the sums of the player in this role."""
-    history, outcome = episode["history"], game.outcome(episode["outcome"])
+    history = episode["history"]
+    outcome = game.outcome(episode["outcome"])
     points = game.points(episode["target_word"], history[: episode["length"]], outcome.name)
     result = "tie" if outcome.winner is None else "win" if outcome.winner == role else "loss"
     messages = [message["content"].strip() for message in history if message["role"] == role]
     sums = {"games": 1, "points": points[game.roles.index(role)], result: 1, "length": episode["length"]}
     sums |= {"messages": len(messages), "empty": messages.count("")}
-    return sums | ({"breach": 1, f"breach {result}": 1} if outcome.breach else {})
+    if outcome.breach:
+        sums |= {"breach": 1, f"breach {result}": 1}
+    return sums
 
 
 def summarise(words: Collection[Counter[str]]) -> dict:
     """The numbers of a row, from the player's sums of each target word."""
-    total, games = sum(words, Counter()), [sums["games"] for sums in words]
+    total = sum(words, Counter())
+    games = [sums["games"] for sums in words]
     means = {name: estimate(games, [sums[name] for sums in words]) for name in ("points", *RATES)}
     return {
         "games": total["games"],

@@ -24,7 +24,7 @@ class Report:
     reasoning: list[Mapping] = field(default_factory=list)  # rows of reasoning/results.json
     belief: list[Mapping] = field(default_factory=list)  # rows of belief.json
     sources: list[str] = field(default_factory=list)  # names of files of games
-    games: list[dict] = field(default_factory=list)  # to read; "source" is the place in `sources`
+    games: list[dict] = field(default_factory=list)  # to read; "source" is the index in `sources`
 
     def read(self, name: str, folder: Path) -> None:
         if (path := folder / "trainer_state.json").is_file():
@@ -44,8 +44,8 @@ class Report:
 
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
-        place = len(self.sources)
-        self.games += [shown_game(self.game, number, episodes[number]) | {"source": place} for number in numbers]
+        source = len(self.sources)
+        self.games += [shown_game(self.game, number, episodes[number]) | {"source": source} for number in numbers]
         self.sources.append(name)
 
 
@@ -62,17 +62,18 @@ def read_episodes(path: Path, game: Game) -> list[dict]:
 
 
 def shown_game(game: Game, number: int, episode: Mapping) -> dict:
-    """One game as the page's script reads it. `number` is its place in the file, from 0."""
+    """One game as the page's script reads it. `number` is its index in the file."""
     word, outcome, length = episode["target_word"], episode["outcome"], episode["length"]
     messages = []
-    for place, message in enumerate(episode["history"], start=1):
+    for number_of_message, message in enumerate(episode["history"], start=1):
         role = message["role"]
         player = f"{role}, {episode[role]}" if role in episode else role  # a match stores its players
-        kinds, notes = ["first" if role == game.roles[0] else "second"], [player, f"message {place}"]
-        if place == length and outcome != game.outcomes[-1].name:
+        kinds = ["first" if role == game.roles[0] else "second"]
+        notes = [player, f"message {number_of_message}"]
+        if number_of_message == length and outcome != game.outcomes[-1].name:
             kinds.append("decisive")
             notes.append(f"decides: {outcome}")
-        if place > length:
+        if number_of_message > length:
             kinds.append("late")
             notes.append("after the end of the game, not counted")
         parts = marked(game, word, message["content"])
@@ -95,8 +96,8 @@ def read_folder(folder: Path, game: Game) -> Report:
     report = Report(folder.absolute().name, game)
     epochs = [*sorted(folder.glob("epoch[0-9]")), *sorted(folder.glob("epoch[0-9][0-9]"))]
     for part in (folder, folder / "imitation", *epochs):
-        for place in (part, part / "episodes", part / "model", part / "eval"):
-            report.read(part.absolute().name, place)
+        for subfolder in (part, part / "episodes", part / "model", part / "eval"):
+            report.read(part.absolute().name, subfolder)
         for path in (part / "belief.json", part / "belief" / "belief.json"):
             rows = read_json(path)["table"] if path.is_file() else ()
             report.belief += [row for row in rows if row["hints"] != "last"]

@@ -43,8 +43,9 @@ class HumanPlayer(Player):
 
 def show_answers(history: History, role: str) -> None:
     """Show what others said since the last message of this role."""
-    places = [place for place, message in enumerate(history, start=1) if message["role"] == role]
-    for message in history[max(places, default=0) :]:
+    own_messages = [number for number, message in enumerate(history, start=1) if message["role"] == role]
+    last_own = max(own_messages, default=0)
+    for message in history[last_own:]:
         text = printable(message["content"]).replace("\n", "\n    ")  # so that it looks like one message
         print(f"{message['role']}: {text}")
 

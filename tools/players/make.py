@@ -4,7 +4,7 @@ import gc
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,8 @@ def make_players(
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
-    players, engines = {}, {}
+    players: dict[str | Choose, Player] = {}
+    engines: dict[Path, Engine] = {}
     if folders:
         from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
         from tools.engine.state import TorchState
@@ -99,7 +100,6 @@ def make_players(
         note_engines(engine.name for engine in engines.values())
         own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)
         batcher = Batcher(TorchState(own_seed, precision))
-    busy = 0  # games that keep all players busy
     for name in dict.fromkeys(names):
         if callable(name):
             players[name] = ScriptedPlayer(name, flags.thinking)
@@ -109,16 +109,22 @@ def make_players(
             players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
         elif name.startswith(SERVER):
             players[name] = ServerPlayer(name.removeprefix(SERVER), flags, f"{seed}/{games_left}")
-            busy += SERVER_GAMES
         else:
             players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
-    # As many games as the players answer at once; but a game needs a slot in every engine that keeps games.
-    busy += sum(engine.size for engine in engines.values())
-    slots = [engine.size for engine in engines.values() if engine.keeps_games]
-    at_once = limit or min([busy or games_left, *slots])
+    at_once = limit or default_games_at_once(players.values(), engines.values(), games_left)
     for folder, engine in engines.items():
         logger.info("%s: engine %s %s, %d games at once", folder, engine.name, engine.computes_in, at_once)
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
+
+
+def default_games_at_once(players: Iterable[Player], engines: Collection["Engine"], games_left: int) -> int:
+    """As many games as the players answer messages at once, so that none of them waits for work."""
+    servers = sum(isinstance(player, ServerPlayer) for player in players)
+    answered_at_once = servers * SERVER_GAMES + sum(engine.size for engine in engines)
+    if not answered_at_once:  # functions answer at once
+        return games_left
+    limits = [engine.size for engine in engines if engine.size_limits_games]
+    return min([answered_at_once, *limits])
 
 
 def _start_engines(

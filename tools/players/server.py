@@ -31,7 +31,10 @@ CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
 # Status: the key or the account; the model or the address; the request, or what it says (moderation). OK is that of an
 # answer that is no reply, such as a login page.
-OK, WRONG_KEY, WRONG_PLACE, REFUSED = 200, (401, 402), (404, 405), (400, 403, 422)
+OK = 200
+WRONG_KEY = (401, 402)
+WRONG_ADDRESS = (404, 405)
+REFUSED = (400, 403, 422)
 MOST_REFUSED = 3  # so many refusals and answers that are no replies end the run, if there was no reply
 PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
@@ -100,10 +103,12 @@ class ServerPlayer(Player):
 
     def __init__(self, model: str, flags: ServerFlags, seed: int | str):
         self.model, self.flags, self.seed = model, flags, seed
-        self.client, self.chat = connect(flags), flags.openai_api == "chat"
+        self.client = connect(flags)
+        self.chat = flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
         self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
-        self.answered, self.refused = False, 0  # whether there was a reply; how often there was a refusal in its place
+        self.answered = False  # whether there was a reply
+        self.refused = 0  # answers that were no replies, before the first reply
         self.timer: asyncio.TimerHandle | None = None
 
     async def reply(self, turn: Turn) -> Reply:
@@ -115,15 +120,18 @@ class ServerPlayer(Player):
         import openai
 
         self.timer = self.timer or asyncio.get_running_loop().call_later(PATIENCE, self._warn_of_silence)
-        path, forms = "/chat/completions" if self.chat else "/completions", self.forms
+        path = "/chat/completions" if self.chat else "/completions"
+        forms = self.forms
         for form in forms:
             try:
                 body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
                 break
             except openai.APIError as error:
-                status, said = None, f"{error} {error.__cause__ or ''}"  # None: no answer came
+                status = None  # no answer came
+                said = f"{error} {error.__cause__ or ''}"
                 if isinstance(error, openai.APIStatusError):
-                    status, said = error.status_code, f"status {error.status_code}: {error.response.text}"
+                    status = error.status_code
+                    said = f"status {status}: {error.response.text}"
                 if form == forms[-1] or status not in REFUSED:
                     raise self._failure(status, said) from None
         try:
@@ -131,7 +139,8 @@ class ServerPlayer(Player):
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self._failure(OK, f"no reply ({error!r}): {body.decode(errors='replace')}") from None
         if not self.answered:
-            self.answered, self.forms = True, [form]
+            self.answered = True
+            self.forms = [form]
             if not form[1]:
                 warn_on_rank_0("%s: its server takes requests only without %s", self.model, ", ".join(OWN_FIELDS))
         return reply
@@ -183,7 +192,7 @@ class ServerPlayer(Player):
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
         self.refused += status in (OK, *REFUSED)
-        wrong_setup = status in (None, *WRONG_PLACE) or self.refused == MOST_REFUSED
+        wrong_setup = status in (None, *WRONG_ADDRESS) or self.refused == MOST_REFUSED
         if status in WRONG_KEY or "insufficient_quota" in said or (wrong_setup and not self.answered):
             return UserError(line)
         return ReplyUnavailable(line)

@@ -98,18 +98,18 @@ def write_data(folder: Path, flags: Flags) -> None:
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
     make_weights_readable(folder / "random")
-    words = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
-    words += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
-    run_python(ROOT / "tools/assign_rewards.py", *words, "--output_data_path", data / "imitation.json")
+    argv = ["--input_data_path", data / "imitation_games.json", "--sft_data_path", data / "imitation_facts.json"]
+    argv += ["--messages", "all", "--training_prompt", "play", "--prompt_templates", PROMPTS]
+    run_python(ROOT / "tools/assign_rewards.py", *argv, "--output_data_path", data / "imitation.json")
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
     """Train the random model on the facts alone: what it brings to the game, as a base model does."""
-    words = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
-    words += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
-    words += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]
-    words += ["--logging_steps", 50, "--save_strategy", "no", "--train_method", "SFT", "--output_dir", folder / "base"]
-    run_python(ROOT / "train.py", *words)
+    argv = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
+    argv += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
+    argv += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]
+    argv += ["--logging_steps", 50, "--save_strategy", "no", "--train_method", "SFT", "--output_dir", folder / "base"]
+    run_python(ROOT / "train.py", *argv)
 
 
 def main() -> None:
