@@ -785,9 +785,9 @@ def stage(
     record = Path(record)
     compared = json.loads(json.dumps(settings))  # tuples are lists in a file
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
-    everywhere = on_rank_0 if ranks else lambda make: make()
+    begin = functools.partial(_begin, record, compared, results, defaults, lock)
     try:
-        todo, notes = everywhere(lambda: _begin(record, compared, results, defaults, lock))
+        todo, notes = on_rank_0(begin) if ranks else begin()
         work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
         yield work
         if ranks:

@@ -49,7 +49,8 @@ def write_model(folder: str) -> None:
 def measure(model: str, engine: str, games: int) -> tuple[float, int]:
     """Play games; returns the seconds and the number of new tokens."""
     flags = PlayFlags(max_turns=TURNS, engine=engine, min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS)
-    game, episodes = flags.load_game(), []
+    game = flags.load_game()
+    episodes = []
     players, at_once = make_players([model, model], game, flags, seed=SEED, games_left=games)
     words = [(number, "qzqzq") for number in range(games)]  # no reply contains it by chance
     play = play_games(game, words, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append)

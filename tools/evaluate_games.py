@@ -51,8 +51,10 @@ class Flags(PlayFlags):
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
-    game, players = flags.load_game(), dict(flags.players)
-    templates, flags = flags.load_templates(game), choose_engine(flags, list(players.values()))
+    game = flags.load_game()
+    players = dict(flags.players)
+    templates = flags.load_templates(game)
+    flags = choose_engine(flags, list(players.values()))
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
     meetings = itertools.product(pairs(list(players), flags.against), lists, flags.seeds)
     matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
@@ -71,7 +73,8 @@ def main() -> None:
     results = [TABLE, RESULTS, *files.patterns]
     with stage(files.record_path, settings, results=results, defaults=vars(PlayFlags())) as work:
         if work.todo:
-            missing, note_engines = files.missing(), engine_notes(work)
+            missing = files.missing()
+            note_engines = engine_notes(work)
             for number, match in enumerate(matches, start=1):
                 play_words(
                     game,

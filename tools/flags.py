@@ -60,7 +60,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
     In the help, required flags come first, then a group for each dataclass that `kind` is made of.
     """
-    hints, groups = get_type_hints(kind), dict[str, argparse._ArgumentGroup]()
+    hints = get_type_hints(kind)
+    groups = dict[str, argparse._ArgumentGroup]()
     for field in sorted(dataclasses.fields(kind), key=lambda field: not _is_required(field)):
         title = "required" if _is_required(field) else _group(kind, field.name)
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
@@ -117,7 +118,8 @@ def check_values(flags, kind: type | None = None) -> None:
     `kind` is the dataclass of these flags where `flags` is what the parser has read.
     """
     for field in dataclasses.fields(kind or flags):
-        choices, value = field.metadata["settings"].get("choices"), getattr(flags, field.name)
+        choices = field.metadata["settings"].get("choices")
+        value = getattr(flags, field.name)
         if choices and value not in (*choices, field.default):
             raise UserError(f"{field.name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
         for bound, limit in field.metadata["bounds"].items():

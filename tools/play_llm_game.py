@@ -53,7 +53,8 @@ def main() -> None:
         "seed": flags.seed,
     }
     with stage(files.record_path, settings, results=files.patterns, defaults=vars(PlayFlags())) as work:
-        tokens_before, seconds = 0, 0.0
+        tokens_before = 0
+        seconds = 0.0
         if work.todo:
             tokens_before = sum(map(new_tokens, files.finished().values()))
             seconds = play_words(

@@ -10,7 +10,8 @@
     rows = spag.rows(episodes)  # a row for each message of a winner, with its reward and weight
     # Train: the reference is the model that played, here one of a million parameters made on the spot.
     tokenizer = train_tokenizer((row["query"] + row["target"] for row in rows), vocab_size=1000)
-    policy, reference = (random_llama(len(tokenizer), 0, **SHAPE) for _ in range(2))
+    policy = random_llama(len(tokenizer), 0, **SHAPE)
+    reference = random_llama(len(tokenizer), 0, **SHAPE)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     loss, metrics = spag.loss(policy, reference, spag.batch(rows, tokenizer, max_length=256))
     loss.backward()
@@ -122,7 +123,8 @@ def batch(
     """
     from dataloaders import SPAGCollator, encode_example
 
-    tokenizer.model_max_length, tokenizer.truncation_side = max_length, "left"
+    tokenizer.model_max_length = max_length
+    tokenizer.truncation_side = "left"
     tensors = SPAGCollator(tokenizer, vocab_size)([encode_example(row, tokenizer) for row in rows])
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -138,10 +140,18 @@ def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip
 
     with torch.no_grad():
         ref_logprob = label_logprob(reference, reference, batch)
-    coefficients = {"kl_coeff": kl_coeff, "sft_coeff": sft_coeff, "clip_range": clip_range, "detach_kl": detach_kl}
-    tensors = batch["rewards"], batch["weights"], batch["sft_mask"]
     module = getattr(policy, "module", policy)  # inside DistributedDataParallel
-    return offline_po_loss(label_logprob(policy, module, batch), ref_logprob, *tensors, **coefficients)
+    return offline_po_loss(
+        label_logprob(policy, module, batch),
+        ref_logprob,
+        batch["rewards"],
+        batch["weights"],
+        batch["sft_mask"],
+        kl_coeff=kl_coeff,
+        sft_coeff=sft_coeff,
+        clip_range=clip_range,
+        detach_kl=detach_kl,
+    )
 
 
 def load(game: str | Game) -> Game:

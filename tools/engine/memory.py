@@ -6,7 +6,9 @@ import psutil
 import torch
 
 MEMORY_SHARE = 0.7  # of the free memory is for games; the rest is for activations and fragmentation
-MOST_ON_GPU, MOST_ON_CORES = 1024, 256  # most games at once, however much memory there is
+# The most games at once, however much memory there is:
+MOST_ON_GPU = 1024
+MOST_ON_CORES = 256
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:

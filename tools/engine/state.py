@@ -13,7 +13,8 @@ class TorchState:
     """
 
     def __init__(self, seed: int = 0, precision: str = "highest"):
-        self.seed, self.precision = seed, precision
+        self.seed = seed
+        self.precision = precision
         self.rng_states: dict[torch.device, torch.Tensor] = {}  # after the last use, by device
 
     @contextmanager

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from utils import UserError, files_setting, user_errors
 
-SECRET, GUESS = "secret", "guess"  # kinds of text that the report marks in a message
+# Kinds of text that the report marks in a message:
+SECRET = "secret"
+GUESS = "guess"
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
 DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game"
 CLASSES = {  # of this project's games
@@ -159,10 +161,10 @@ def whole_word(word: str) -> re.Pattern:
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options."""
-    place = CLASSES.get(name, name)
-    if ":" not in place:
+    path = CLASSES.get(name, name)
+    if ":" not in path:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
-    make = load_member(place)
+    make = load_member(path)
     with user_errors(f"--game {name}, its options", TypeError):  # a missing or an unknown one
         inspect.signature(make).bind(**options)
     return make(**options)
@@ -174,35 +176,36 @@ def load_member(path: str) -> Any:
     A file can import the modules beside it. UserError if there is no such member. An error of the module itself, while
     it is imported, is raised as it is.
     """
-    place, _, name = path.rpartition(":")
-    if place.endswith(".py"):
-        module = _run_file(place)
+    module_name, _, name = path.rpartition(":")
+    if module_name.endswith(".py"):
+        module = _run_file(module_name)
     else:
         _import_from("")
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if not f"{place}.".startswith(f"{error.name}."):  # of an import inside it
+            if not f"{module_name}.".startswith(f"{error.name}."):  # of an import inside it
                 raise
             raise UserError(f"{path}: {error}") from None
     with user_errors(path, AttributeError):
         return getattr(module, name)
 
 
-def _run_file(place: str) -> ModuleType:
+def _run_file(path: str) -> ModuleType:
     """The module of a Python file, which runs once in this process, and again when its content has changed.
 
     Not an import: Python takes an edited file of the same size and second for the one that it has compiled.
     """
-    name, source = str(Path(place).resolve()), Path(place).read_bytes()
+    name = str(Path(path).resolve())
+    source = Path(path).read_bytes()
     if _sources.get(name) != source:
         _import_from(str(Path(name).parent))
         module = sys.modules[name] = ModuleType(name)
-        module.__file__ = place
-        exec(compile(source, place, "exec"), vars(module))
+        module.__file__ = path
+        exec(compile(source, path, "exec"), vars(module))
         _sources[name] = source
     module = sys.modules[name]
-    module.__file__ = place  # as it is named now; the current folder may be another one
+    module.__file__ = path  # as it is named now; the current folder may be another one
     return module
 
 

@@ -16,7 +16,9 @@ SLOT = re.compile(r"\{(\w+)\}")
 NO_HISTORY = "The game is just initialized."
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
 NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # for the two roles
-CHAT, CHAT_INVERSE, ALPACA = "chat", "chat_inverse", "alpaca"
+CHAT = "chat"
+CHAT_INVERSE = "chat_inverse"
+ALPACA = "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
 

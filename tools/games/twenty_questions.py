@@ -6,13 +6,19 @@ from typing import ClassVar
 from tools.games.game import GUESS, SECRET, Game, History, Outcome, whole_word
 from utils import ROOT
 
-GUESSER, ANSWERER = "guesser", "answerer"
-FOUND, SAID, NO_ANSWER, NOT_FOUND = "found", "answerer says the word", "no answer", "not found"
+GUESSER = "guesser"
+ANSWERER = "answerer"
+FOUND = "found"
+SAID = "answerer says the word"
+NO_ANSWER = "no answer"
+NOT_FOUND = "not found"
 ANSWER = re.compile(r"[\W_]*(yes|no)(?![^\W_])", re.IGNORECASE)
 
 
 class TwentyQuestions(Game):
-    name, title, max_turns = "twenty_questions", "20 Questions", 20
+    name = "twenty_questions"
+    title = "20 Questions"
+    max_turns = 20
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
     outcomes: ClassVar[tuple[Outcome, ...]] = (
@@ -28,7 +34,8 @@ class TwentyQuestions(Game):
         return {"target_word": task} if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        role, text = history[-1]["role"], history[-1]["content"]
+        role = history[-1]["role"]
+        text = history[-1]["content"]
         if role == GUESSER:
             guesses = [guess.strip().lower() for guess in self.guess.findall(text)]
             return FOUND if task.strip().lower() in guesses else None

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 def check_inputs(loop: Loop) -> list[str]:
     """Check settings, files and rows; no GPU is asked. Returns the words of an epoch, in the order of their games."""
     tables = {stage: loop.of(stage) for stage in PROGRAMS}
-    play, rewards = tables["play"], tables["rewards"]
+    play = tables["play"]
+    rewards = tables["rewards"]
     check_limits(loop)
     check_there(loop, tables)
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
@@ -106,7 +107,9 @@ def missing_packages(loop: Loop) -> Iterator[str]:
 
 def check_rows(loop: Loop, tables: dict[str, Namespace]) -> None:
     """Raise UserError for flags of rows that do not fit those of play or of training."""
-    play, rewards, training = tables["play"], tables["rewards"], tables["training"]
+    play = tables["play"]
+    rewards = tables["rewards"]
+    training = tables["training"]
     names = [*SAME_IN_ROWS, "trust_remote_code"] if play.chat_template else SAME_IN_ROWS
     if different := [name for name in names if getattr(play, name) != getattr(rewards, name)]:
         remedy = "rows must have the prompts of play; write the setting above the tables"

@@ -21,7 +21,8 @@ from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reas
 from tools.flags import build_parser, check_values, flag
 from utils import ROOT, UserError
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 CONTROLS = ("cloning", "sft", "silent")
 Value = str | list[str]
 Settings = dict[str, Value | None]  # by name; None: the default of the program counts
@@ -165,7 +166,8 @@ def parser_of(stage: str) -> ArgumentParser:
         parser = arguments.build_parser()
     for action in parser._actions:
         if action.required:
-            action.required, action.default = False, None
+            action.required = False
+            action.default = None
     return parser
 
 

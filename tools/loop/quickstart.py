@@ -25,7 +25,8 @@ QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".s
 
 
 def main() -> None:
-    quick, begin = os.environ.get("QUICK", "0") != "0", time.monotonic()
+    quick = os.environ.get("QUICK", "0") != "0"
+    begin = time.monotonic()
     given: Settings = {"output": "outputs/quickstart_quick" if quick else "outputs/quickstart"}
     for argument in sys.argv[1:]:  # a wrong one is refused before the world is built
         given |= read_argument(argument)

@@ -108,13 +108,16 @@ def begun_stages(folder: Path) -> list[str]:
 def check_record(loop: Loop, words: list[str]) -> None:
     """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
     folder = Path(loop.output)
-    path, list_of_words = folder / "settings.json", folder / "words.txt"
+    path = folder / "settings.json"
+    list_of_words = folder / "words.txt"
     begun = begun_stages(folder)
     if not path.is_file() or not begun:
         return
-    then, now = read_record(folder)["settings"], json.loads(json.dumps(loop.settings()))
+    then = read_record(folder)["settings"]
+    now = json.loads(json.dumps(loop.settings()))
     outputs = [str(Path(output)) for output in (then["output"], loop.output)]
-    then, now = with_output(then, outputs, "OUTPUT"), with_output(now, outputs, "OUTPUT")
+    then = with_output(then, outputs, "OUTPUT")
+    now = with_output(now, outputs, "OUTPUT")
     used = [name for name in {**then, **now} if is_used(name, begun)]
     compared = [name for name in used if not is_free(name) or is_micro_batch_of_loss(loop, name)]
     if different := [name for name in compared if differs(name, then, now)]:

@@ -86,7 +86,8 @@ def learning_rates(base: Settings, changes: Settings) -> Settings:
     """The learning rates of trainings that get adapters, or lose them, without a learning rate of their own."""
     rates: Settings = {}
     for stage in TRAININGS:
-        rank, rate = f"{stage}.lora_rank", f"{stage}.learning_rate"
+        rank = f"{stage}.lora_rank"
+        rate = f"{stage}.learning_rate"
         if rank in changes and rate not in changes and bool(changes[rank]) != bool(base.get(rank)):
             rates[rate] = LORA_RATE if changes[rank] else read_file(DEFAULTS)[rate]
     return rates
@@ -127,7 +128,8 @@ def begin_like(folder: str, changes: Settings) -> BegunLike:
 
 def kept_and_anew(folder: str, now: Settings, why_imitate: set[str], why_play: set[str]) -> str:
     """A line: what a run keeps of the one that it is like, and what it makes anew because of which settings."""
-    kept, anew = [], []
+    kept = []
+    anew = []
     if now.get("imitation_model"):
         kept.append(f"imitation ({now['imitation_model']})")
     elif now.get("imitation.train_data_path"):
@@ -155,7 +157,8 @@ def settings_of_like(folder: str, output: str) -> Settings:
 
 def imitation_of(folder: str, settings: Settings, *, anew: Iterable[str]) -> Value | None:
     """The imitation model that a run like another begins with. None: it trains one, or the base model plays."""
-    model, rows = settings.get("imitation_model"), settings.get("imitation.train_data_path")
+    model = settings.get("imitation_model")
+    rows = settings.get("imitation.train_data_path")
     if anew:
         return None if rows else model  # without rows the model was given, not trained
     if model or not rows:

@@ -45,7 +45,8 @@ class Stages:
     """Runs one program after the other. From the first one on, a signal ends the program at work and then the loop."""
 
     def __init__(self, output: str, machine: int = 0):
-        self.logs, self.machine = Path(output, "logs"), machine
+        self.logs = Path(output, "logs")
+        self.machine = machine
         self.lock: int | None = None  # descriptor that the programs inherit
         self.signal: int | None = None
         for number in STOPPING:

@@ -63,7 +63,9 @@ def read_episodes(path: Path, game: Game) -> list[dict]:
 
 def shown_game(game: Game, number: int, episode: Mapping) -> dict:
     """One game as the page's script reads it. `number` is its index in the file."""
-    word, outcome, length = episode["target_word"], episode["outcome"], episode["length"]
+    word = episode["target_word"]
+    outcome = episode["outcome"]
+    length = episode["length"]
     messages = []
     for number_of_message, message in enumerate(episode["history"], start=1):
         role = message["role"]

@@ -124,7 +124,9 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
     """How games ended, how long they were, and faulty replies, from summaries of play by name."""
     if not plays:
         return []
-    ends, lengths, faults = [], [], []
+    ends = []
+    lengths = []
+    faults = []
     for name, play in plays.items():
         of_play = {"epoch": name, "messages": play["mean_length"], "games": "all games"}
         lengths.append(of_play)
@@ -165,7 +167,8 @@ def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
 
 def reasoning_table(rows: Sequence[Mapping]) -> str:
     """A row for each model, a column for each benchmark; "" without scores."""
-    head, lines = ["model", *dict.fromkeys(row["benchmark"] for row in rows)], {}
+    head = ["model", *dict.fromkeys(row["benchmark"] for row in rows)]
+    lines = {}
     for row in rows:
         error = f" ± {row['stderr']:.1f}" if row["stderr"] else ""
         line = lines.setdefault(row["model"], dict.fromkeys(head, "-") | {"model": row["model"]})

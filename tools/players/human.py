@@ -21,7 +21,8 @@ class HumanPlayer(Player):
     def __init__(self, game: Game):
         if world_size() > 1 or not sys.stdin.isatty():
             raise UserError(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
-        self.game, self.role = game, ""
+        self.game = game
+        self.role = ""
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt."""

@@ -61,7 +61,8 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
 
 def engine_notes(work: Stage) -> NoteEngines:
     """A function that notes the engines of this start in the record of a stage, after those of earlier starts."""
-    earlier, names = work.notes.get("engines", []), set()
+    earlier = work.notes.get("engines", [])
+    names = set()
 
     def note_engines(more: Iterable[str]) -> None:
         names.update(more)

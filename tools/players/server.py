@@ -26,7 +26,9 @@ OPENAI_URL = "https://api.openai.com/v1"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0}  # values that need not be sent
 OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own server refuses them
-LIMIT, CHAT_LIMIT = "max_tokens", "max_completion_tokens"  # in a chat, servers know one or both
+# Names of the limit of a reply. In a chat, servers know one of them or both.
+LIMIT = "max_tokens"
+CHAT_LIMIT = "max_completion_tokens"
 CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
 REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
 # Status: the key or the account; the model or the address; the request, or what it says (moderation). OK is that of an
@@ -75,7 +77,8 @@ def connect(flags: ServerFlags):
     require("openai", "openai>=3.54,<4")
     import openai
 
-    url, key = server_url(flags), api_key()
+    url = server_url(flags)
+    key = api_key()
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
     url = url or OPENAI_URL
@@ -102,7 +105,9 @@ class ServerPlayer(Player):
     """
 
     def __init__(self, model: str, flags: ServerFlags, seed: int | str):
-        self.model, self.flags, self.seed = model, flags, seed
+        self.model = model
+        self.flags = flags
+        self.seed = seed
         self.client = connect(flags)
         self.chat = flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
@@ -146,7 +151,8 @@ class ServerPlayer(Player):
         return reply
 
     def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
-        sampling, prompt = self.flags, whole_characters(turn.prompt())
+        sampling = self.flags
+        prompt = whole_characters(turn.prompt())
         fields: dict[str, object] = {"temperature": 0, "min_tokens": sampling.min_new_tokens}
         if sampling.do_sample:
             fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

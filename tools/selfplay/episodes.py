@@ -12,7 +12,7 @@ from typing import BinaryIO, TypedDict
 
 from tools.games.game import Game
 from tools.players.player import LENGTH, THOUGHT_ENDS
-from utils import on_rank_0, rank, world_size, write_json, write_records
+from utils import barrier, on_rank_0, rank, world_size, write_json, write_records
 
 UNFINISHED = 3  # exit status if games are missing that the same command can play
 logger = logging.getLogger(__name__)
@@ -34,10 +34,12 @@ class EpisodeFiles:
     """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order."""
 
     def __init__(self, folder: str | Path, stem: str, words: Sequence[str], game: Game):
-        self.folder, self.words, self.game = Path(folder), words, game
-        self.record_path, self.results_path, self.summary_path = (
-            self.folder / f"{stem}_{name}.json" for name in ("settings", "results", "summary")
-        )
+        self.folder = Path(folder)
+        self.words = words
+        self.game = game
+        self.record_path = self.folder / f"{stem}_settings.json"
+        self.results_path = self.folder / f"{stem}_results.json"
+        self.summary_path = self.folder / f"{stem}_summary.json"
         self.rank_path = self.folder / f"{stem}_rank{rank()}.jsonl"
         self.rank_pattern = f"{glob.escape(stem)}_rank[0-9]*.jsonl"
         self.rank_file: BinaryIO | None = None
@@ -45,8 +47,7 @@ class EpisodeFiles:
     @property
     def patterns(self) -> list[str]:
         """The files that a run makes, as `utils.stage` takes them; the first is there when it is finished."""
-        results, summary = (glob.escape(path.name) for path in (self.results_path, self.summary_path))
-        return [results, self.rank_pattern, summary]
+        return [glob.escape(self.results_path.name), self.rank_pattern, glob.escape(self.summary_path.name)]
 
     def finished(self) -> dict[int, Episode]:
         """The finished games of all ranks by index, also of starts with other numbers of processes.
@@ -67,7 +68,7 @@ class EpisodeFiles:
         return episodes
 
     def missing(self) -> list[tuple[int, str]]:
-        """This rank's share of the games that are not finished: (index, word) pairs."""
+        """This rank's part of the games that are not finished: (index, word) pairs."""
         finished = self.finished()
         if rank() == 0 and finished:
             logger.info("continues: %d of %d games are there", len(finished), len(self.words))
@@ -98,7 +99,7 @@ class EpisodeFiles:
         """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED."""
         if self.rank_file is not None:
             self.rank_file.close()
-        on_rank_0(lambda: None)  # rank 0 goes on when every rank has come here, its games stored
+        barrier()  # every rank has stored its games
         missing = on_rank_0(self.merge)
         if missing:
             if rank() == 0:
@@ -109,7 +110,8 @@ class EpisodeFiles:
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`."""
-    outcomes, counts = Counter[str](), Counter[str]()
+    outcomes = Counter[str]()
+    counts = Counter[str]()
     for episode in episodes:
         replies = episode.get("replies") or ()
         outcomes[episode["outcome"]] += 1
@@ -125,15 +127,17 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
         )
     won = Counter[str | None]()  # games that a role won without a breach
     for outcome in game.outcomes:
-        won[outcome.winner] += 0 if outcome.breach else outcomes[outcome.name]
-    first, second = (won[role] for role in game.roles)
+        if not outcome.breach:
+            won[outcome.winner] += outcomes[outcome.name]
+    second_role = game.roles[1]
+    decided = sum(won[role] for role in game.roles)
     names = ["messages", "empty_replies", "cut_off_replies", "cut_prompts", "new_tokens"]
     if counts["thoughts"]:
         names += ["thoughts", "cut_thoughts"]
     return {
         "games": outcomes.total(),
         "outcomes": {outcome.name: outcomes[outcome.name] for outcome in game.outcomes},
-        f"{game.roles[1]}_share_of_decided": second / (first + second) if first + second else None,
+        f"{second_role}_share_of_decided": won[second_role] / decided if decided else None,
         "mean_length": counts["length"] / outcomes.total() if outcomes else None,
         **{name: counts[name] for name in names},
     }

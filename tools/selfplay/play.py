@@ -1,6 +1,7 @@
 """Playing: one game, many games at once, and the missing games of a run, each of which is stored as it ends."""
 
 import asyncio
+import functools
 import logging
 import sys
 import time
@@ -34,7 +35,7 @@ async def play_game(
 ) -> Episode:
     """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it.
 
-    `players` are by role; `index` is the task's place in the word list; `templates` default to the game's own. A reply
+    `players` are by role; `index` is the task's index in the word list; `templates` default to the game's own. A reply
     loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
     its turn in the other's prompt, and go on in another name.
     """
@@ -90,14 +91,15 @@ async def play_games(
     A game that cannot go on because a reply is unavailable is left out, with a warning. UserError for a task that
     holds the text of a special token of the players.
     """
-    tasks, special = list(tasks), special_texts_of(players)
+    tasks = list(tasks)
+    special = special_texts_of(players)
     for _, task in tasks:
         if without(special, task) != task:
             raise UserError(f"the word {task!r} holds a special token of the players; take it out of the word list")
     to_play = iter(tasks)
 
     async def keep_playing() -> None:
-        for index, task in to_play:  # all share this iterator, so a finished game's place goes to the next task
+        for index, task in to_play:  # all share this iterator, so the next task begins when a game has ended
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
@@ -172,10 +174,13 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
 
     Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).
     """
-    outcomes, counts, began = Counter(), Counter(), time.monotonic()
+    outcomes = Counter()
+    counts = Counter()
+    began = time.monotonic()
     shows = rank() == 0 and not quiet
     title = f"{title}, rank 0 of {world_size()}" if world_size() > 1 else title
     interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
+    warn_once = functools.cache(logger.warning)
     bar = tqdm(total=games, desc=title, unit="game", disable=not shows, mininterval=interval)
 
     def show(episode: Episode) -> None:
@@ -185,13 +190,11 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
         speed = counts["tokens"] / (time.monotonic() - began)
         bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
         bar.update()
-        if any(reply.get("prompt_cut") for reply in episode["replies"]) and not counts["cut"]:
-            counts["cut"] = 1
-            logger.warning("a prompt lost its beginning, where the rules stand; --max_length is too small for it")
+        if any(reply.get("prompt_cut") for reply in episode["replies"]):
+            warn_once("a prompt lost its beginning, where the rules stand; --max_length is too small for it")
         ended = [reply for reply in episode["replies"] if reply["finish_reason"] == STOP]
-        if any(map(thought_is_open, ended)) and not counts["open"]:
-            counts["open"] = 1
-            logger.warning("a reply has no </think>, so its message is empty; does this model write its thoughts?")
+        if any(map(thought_is_open, ended)):
+            warn_once("a reply has no </think>, so its message is empty; does this model write its thoughts?")
         if shows and messages_between and counts["messages"] >= messages_between:
             tqdm.write(episode_text(episode))
             counts["messages"] = 0
