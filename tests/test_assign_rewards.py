@@ -15,9 +15,8 @@ from tools import spag
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay.rewards import Result, RewardFlags, game_result, permute_rewards
-from tools.selfplay.rows import game_rows
-from utils import UserError, read_json_or_jsonl
+from tools.selfplay.rewards import Result, game_result, permute_rewards
+from utils import UserError, read_json_or_jsonl, write_records
 
 GAME, WORD = Taboo(), "apple"
 GUESS = f"I know the word! It is `{WORD}`!"
@@ -33,20 +32,12 @@ DEFENDER_WON = episode("Fruit?", " Yes \n", "Pie?", GUESS)
 TIED = episode("Hello", "Hi")
 BROKEN = episode("An apple?", "Yes")
 EPISODES = [ATTACKER_WON, TIED, DEFENDER_WON, BROKEN]
-PAID = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))  # messages that become rows
+WINNERS = ((ATTACKER_WON, 0), (ATTACKER_WON, 2), (DEFENDER_WON, 1), (DEFENDER_WON, 3))  # messages that become rows
 FIRST, SECOND = 1 / 3, 2 / 3  # shares of two messages with gamma 0.5: 0.5 / (0.5 + 1) and 1 / (0.5 + 1)
 
 
 def rows_of(episodes, seed=0, **settings):
     return assign_rewards(episodes, rng=random.Random(seed), **settings)
-
-
-def rewards_of(episodes, **settings):
-    """Role, reward and weight of all rows with these settings of RewardFlags and gamma 0.5."""
-    flags = RewardFlags(decay_weight=0.5, **settings)
-    results = [game_result(GAME, each) for each in episodes]
-    rows, numbers = game_rows(GAME, episodes, results, flags, lambda *_: "")
-    return [(row["role"], row["reward"], row["weight"]) for row in rows], numbers
 
 
 def near(rows):
@@ -82,39 +73,6 @@ def test_losers_and_ties_pay_below_zero():
     assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
 
 
-def test_a_baseline_of_three_games_by_hand():
-    """Attacker and defender win a game each, one is tied, and a breach counts for nobody.
-
-    With losers 0.6 and ties 0.2 each role is paid 1, -0.6 and -0.2, whose mean is 0.2 / 3.
-    """
-    games = [ATTACKER_WON, DEFENDER_WON, TIED, BROKEN]
-    rows, numbers = rewards_of(games, baseline="role", losers=0.6, ties=0.2)
-    mean = 0.2 / 3
-    assert numbers["baselines"] == pytest.approx({"attacker": mean, "defender": mean})
-    won, lost, tied = 1 - mean, -0.6 - mean, -0.2 - mean
-    expected = [("attacker", won * FIRST), ("defender", lost * FIRST), ("attacker", won * SECOND)]
-    expected += [("defender", lost * SECOND)]
-    expected += [("attacker", lost * FIRST), ("defender", won * FIRST), ("attacker", lost * SECOND)]
-    expected += [("defender", won * SECOND), ("attacker", tied), ("defender", tied)]
-    assert rows == near((*row, 1) for row in expected)
-
-    # Released rewards: means 2/3 and 1/3 over two games of the attacker and one of the defender; all rows of a role
-    # have its weight, 3/4 and 3/2. The rows of ties appear.
-    rows, numbers = rewards_of([ATTACKER_WON, ATTACKER_WON, DEFENDER_WON], baseline="role")
-    assert numbers["baselines"] == pytest.approx({"attacker": 2 / 3, "defender": 1 / 3})
-    assert rows[:2] == near([("attacker", FIRST / 3, 3 / 4), ("defender", -FIRST / 3, 3 / 2)])
-    assert rows[8:10] == near([("attacker", -2 / 3 * FIRST, 3 / 4), ("defender", 2 / 3 * FIRST, 3 / 2)])
-    rows, _ = rewards_of([ATTACKER_WON, TIED], baseline="role")
-    assert rows[-1:] == near([("attacker", -1 / 2, 1 / 2)])  # the defender's rewards are 0, so it has no row
-
-
-def test_rows_of_one_role_have_the_weight_1():
-    games = [ATTACKER_WON, DEFENDER_WON, ATTACKER_WON]
-    assert rewards_of(games, roles="defender")[0] == near([("defender", FIRST, 1), ("defender", SECOND, 1)])
-    rows, _ = rewards_of(games, roles="defender", losers=0.5)
-    assert len(rows) == 6 and rows[0] == near([("defender", -FIRST / 2, 1)])[0]
-
-
 def test_rewards_are_permuted_by_a_seed_within_lengths():
     games = [Result("defender wins", 2, (0.0, 1.0))] * 50 + [Result("attacker wins", 2, (1.0, 0.0))] * 50
     games += [Result("attacker wins", 4, (1.0, 0.0))] * 5 + [Result("tied game", 2, (0.0, 0.0))] * 5
@@ -130,7 +88,7 @@ def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
     for more in ({}, {"templates": templates}):
         rng = random.Random(3)
         expected = [
-            prompts.training_prompt(GAME, game["history"][:index], WORD, 5, rng=rng, **more) for game, index in PAID
+            prompts.training_prompt(GAME, game["history"][:index], WORD, 5, rng=rng, **more) for game, index in WINNERS
         ]
         assert [row["query"] for row in rows_of(EPISODES, seed=3, **more)] == expected
         assert [row["query"] for row in rows_of(EPISODES, seed=4, **more)] != expected
@@ -200,14 +158,12 @@ def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_pa
     assert "game_file: " in refuse(game=f"{own}:Own")
 
 
-def test_a_function_of_ones_own_shapes_rewards(run, refuse, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "import functools\nhalf = lambda row, *_: row['reward'] / 2\nother = functools.partial(half)\n"
-    )
-    rows, _ = run(shape=f"{tmp_path}/own.py:half")
-    assert [2 * row["reward"] for row in rows] == [row["reward"] for row in rows_of(EPISODES)]
-    assert "shape: " in refuse(shape=f"{tmp_path}/own.py:other")
-    assert "has no attribute 'double'" in refuse(shape=f"{tmp_path}/own.py:double")
+def test_rows_that_a_person_has_changed_stay_when_the_same_command_starts_again(run, start, tmp_path):
+    """So a loop that stopped behind its rows goes on with rewards of one's own."""
+    rows, _ = run(losers=0.5)
+    write_records(tmp_path / "rows.json", rows[:1])
+    start(losers=0.5)
+    assert read_json_or_jsonl(tmp_path / "rows.json") == rows[:1]
 
 
 def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
@@ -219,13 +175,12 @@ def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
 
 
-def test_role_weights_none_weigh_every_row_1_and_outcomes_may_be_permuted(run):
+def test_outcomes_may_be_permuted(run):
     games = 4 * [ATTACKER_WON] + 4 * [DEFENDER_WON] + 12 * [TIED]
-    rows, printed = run(inputs=(games,), role_weights="none", losers=0.5, ties=0.25, permute_outcomes=True, seed=1)
-    assert {row["weight"] for row in rows} == {1.0} and printed["weights"] == {"attacker": 1.0, "defender": 1.0}
+    rows, printed = run(inputs=(games,), losers=0.5, ties=0.25, permute_outcomes=True, seed=1)
     assert printed["rows"] == {"attacker": 28, "defender": 28, "negative": 40}
     judged = permute_rewards([game_result(GAME, each) for each in games], random.Random(1))
-    assert [row["reward"] > 0 for row in rows[:32:4]] == [each.rewards[0] > 0 for each in judged[:8]]
+    assert [row["reward"] > 0 for row in rows[:32:4]] == ["attacker" in each.rewards for each in judged[:8]]
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
@@ -292,6 +247,5 @@ def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse):
     assert "at most 1" in refuse(decay_weight=1.25) and "above 0" in refuse(decay_weight=0.0)
     assert "at least 0" in refuse(ties=float("nan"))
     assert "leave out --losers" in refuse(messages="all", losers=1)
-    assert "--baseline" in refuse(messages="all", baseline="role")
-    assert "attacker and defender" in refuse(roles="judge")
+    assert "leave out" in refuse(messages="all", ties=0.25)
     assert "go together" in refuse(chat_template=True)

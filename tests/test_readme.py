@@ -175,6 +175,29 @@ def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys
         exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
 
 
+def own_rewards() -> dict:
+    """The functions of the README that change rows."""
+    (code,) = [code for code in blocks(TOP, "python") if "fmean" in code]
+    functions: dict = {}
+    exec(code, functions)
+    return functions
+
+
+def test_the_functions_of_the_readme_change_weights_roles_and_rewards():
+    """Two games that the attacker wins and one that the defender wins, of one message each, and an SFT row."""
+    rows = [{"role": "attacker", "reward": reward, "weight": 0.75} for reward in (1.0, 1.0, -1.0)]
+    rows += [{"role": "defender", "reward": reward, "weight": 1.5} for reward in (-1.0, -1.0, 1.0)]
+    rows.append({"type": "sft", "weight": 1.0})
+    with_weight, of_role, minus_mean = map(own_rewards().get, ("with_weight", "of_role", "minus_mean"))
+    assert [row["weight"] for row in with_weight(rows, "defender", 2.0)] == [0.75] * 3 + [2.0] * 3 + [1.0]
+    assert of_role(rows, "attacker") == [row | {"weight": 1.0} for row in [*rows[:3], rows[-1]]]
+    changed = minus_mean(minus_mean(rows, "attacker"), "defender")  # the means are 1/3 and -1/3
+    expected = [2 / 3, 2 / 3, -4 / 3, -2 / 3, -2 / 3, 4 / 3]
+    assert [row["reward"] for row in changed[:-1]] == pytest.approx(expected) and changed[-1] == rows[-1]
+    assert {row["weight"] for row in changed} == {1.0}
+    assert [row["weight"] for row in rows] == [0.75] * 3 + [1.5] * 3 + [1.0]  # the rows given stay as they are
+
+
 class Careful(Player):
     """Leaves a multiple of four wherever it can, else takes one."""
 

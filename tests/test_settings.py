@@ -195,7 +195,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("reasoning.tasks=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
         ("rewards.decay_weight=1.5", "decay_weight is 1.5"),
         ("rewards.losers=0.5", "training.detach_kl=True"),
-        ("rewards.baseline=role", "training.detach_kl=True"),
+        ("rewards.ties=0.25", "training.detach_kl=True"),
         ("training.hub_token=hf_mine", "export HF_TOKEN=..."),
         ("push_to_hub_token=hf_mine", "export HF_TOKEN=..."),
         ("prompt_templates=/dev/null", "/dev/null: not JSON"),

@@ -1,13 +1,11 @@
-"""The page of pieces: functions play, rows are shaped, the loss of a batch has a gradient."""
+"""The page of pieces: functions play, games become rows, the loss of a batch has a gradient."""
 
 import asyncio
-import math
 import shutil
 import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 import torch
 from helpers import ENVIRONMENT
@@ -39,27 +37,10 @@ def test_functions_play_and_their_games_become_rows(episodes):
     rows = spag.rows(episodes)
     assert [(row["role"], row["reward"], row["weight"]) for row in rows] == [("defender", 1, 1), ("attacker", 1, 1)]
     assert "### Response:" in rows[0]["query"] and "apple" not in rows[0]["query"]
-    shaped = spag.rows(episodes, shape=lambda row, episode, outcome: len(outcome) * row["reward"])
-    assert [row["reward"] for row in shaped] == [len("defender wins"), len("attacker wins")]
     assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
     assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
     with pytest.raises(ValueError, match="a game of 'twenty_questions', not of 'taboo'"):
         spag.judge(episodes[0] | {"game": "twenty_questions"})
-
-
-def test_a_shaped_reward_is_a_finite_number(episodes):
-    def paid(value):
-        def fixed(*_):
-            return value
-
-        return spag.rows(episodes, shape=fixed)[0]["reward"]
-
-    assert [(type(paid(value)), paid(value)) for value in (True, np.True_, np.float32(0.5), -1)] == [
-        (float, 1.0), (float, 1.0), (float, 0.5), (float, -1.0)
-    ]  # fmt: skip
-    for value in (None, "0.5", math.nan, -math.inf):
-        with pytest.raises(UserError, match=f"fixed.* returned {value!r};"):
-            paid(value)
 
 
 def test_flags_of_play_count_for_functions_too(tmp_path):
@@ -74,8 +55,8 @@ def test_flags_of_play_count_for_functions_too(tmp_path):
         spag.play(["art"], "human", defender)
     with pytest.raises(TypeError, match="nonsense"):
         spag.play(["art"], attacker, defender, nonsense=1)
-    with pytest.raises(UserError, match="baseline is None; it must be "):
-        spag.rows([], baseline=None)
+    with pytest.raises(UserError, match="messages is None; it must be "):
+        spag.rows([], messages=None)
 
 
 def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():

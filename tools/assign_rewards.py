@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.flags import GameFlags, flag, parse_flags
-from tools.games.game import Game, load_member, member_setting
+from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
@@ -50,18 +50,13 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     permute_outcomes: bool = flag(
         "True: permute rewards among games of equal length, a control of self-play", default=False
     )
-    shape: str | None = flag(
-        "function (row, episode, outcome) -> reward that gives each row of a game its final reward",
-        default=None,
-        metavar="FILE.py:FUNCTION",
-    )
     seed: int = flag("seed of all that is drawn, such as training prompts", default=0)
     training_prompt: str = flag(
         "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
     )
 
-    def check(self, game: Game) -> None:
-        self.check_rewards(game)
+    def __post_init__(self):
+        super().__post_init__()
         if self.thinking and self.training_prompt != PLAY:
             raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
 
@@ -71,8 +66,6 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         files = {"input_data_path": files_setting(*self.input_data_path)}
         if self.sft_data_path:
             files["sft_data_path"] = rows_setting(self.sft_data_path)
-        if self.shape:
-            files["shape"] = member_setting(self.shape)
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
 
 
@@ -144,8 +137,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         results = rewards.permute_rewards(results, random.Random(flags.seed))
     rng = random.Random(flags.seed)
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
-    shape = load_member(flags.shape) if flags.shape else None  # data never names it, only the user
-    made, numbers = rows.game_rows(game, episodes, results, flags, prompt, shape, thinking=flags.thinking)
+    made = rows.game_rows(game, episodes, results, flags, prompt, thinking=flags.thinking)
     if not made:
         raise UserError(
             f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "
@@ -155,13 +147,12 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
         made = [chat.row(row) for row in made]
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
-    return made, {"games": games} | numbers
+    return made, {"games": games, "weights": rewards.role_weights(game, results)}
 
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game = flags.load_game()
-    flags.check(game)
     templates, chat = flags.load_templates(game), flags.load_chat_template()
     settings = flags.settings(game, chat)
     warn_of_other_prompts(flags, settings)

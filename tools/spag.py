@@ -35,7 +35,7 @@ from tools.players.human import HUMAN
 from tools.players.make import make_players
 from tools.players.player import Choose
 from tools.selfplay.play import play_games
-from tools.selfplay.rows import Row, Shape, assign_rewards
+from tools.selfplay.rows import Row, assign_rewards
 from utils import UserError
 
 # A model (folder or hub name), openai:MODEL, or a function.
@@ -95,16 +95,14 @@ def rows(
     prompt: str = "play",
     templates: Templates | None = None,
     seed: int = 0,
-    shape: Shape | None = None,
     **flags,
 ) -> list[Row]:
-    """Training rows: query, target, reward, role and weight of each message that is paid.
+    """Training rows: query, target, reward, role and weight of each message that gets a reward.
 
-    `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `shape` gives each row its final reward.
-    `flags` are those of assign_rewards: decay_weight, losers, ties, baseline, role_weights, messages, roles. Rows in a
-    chat template are made by that program alone.
+    `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `flags` are those of assign_rewards:
+    decay_weight, losers, ties, messages. Rows in a chat template are made by that program alone.
     """
-    options = {"training_prompt": prompt, "templates": templates, "shape": shape} | flags
+    options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
 
 

@@ -114,9 +114,9 @@ def check_rows(loop: Loop, tables: dict[str, Namespace]) -> None:
     if different := [name for name in names if getattr(play, name) != getattr(rewards, name)]:
         remedy = "rows must have the prompts of play; write the setting above the tables"
         raise UserError(f"[play] and [rewards] differ in {', '.join(different)}: {remedy}")
-    negative = rewards.losers or rewards.ties or rewards.baseline != "none"
+    negative = rewards.losers or rewards.ties
     if negative and not training.detach_kl and not training.allow_negative_rewards:
-        raise UserError("[rewards] losers, ties and baseline make rewards below 0, which need training.detach_kl=True")
+        raise UserError("[rewards] losers and ties make rewards below 0, which need training.detach_kl=True")
     if play.thinking and "games" in loop.stages["belief"]:
         raise UserError("[belief] asks for messages without thoughts; leave belief.games out with thinking")
 

@@ -1,9 +1,9 @@
-"""What a game pays: its outcome, the rewards of its roles, the shares of messages. Pure functions; no torch."""
+"""How a game ended, and what it pays: the rewards and weights of its roles' messages. Pure functions; no torch."""
 
 import math
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from tools.games.game import EPISODE_KEYS, Game
 from utils import UserError, user_errors
 
 WINNER, ALL = "winner", "all"  # values of --messages
-PAPER, NONE, ROLE = "paper", "none", "role"  # values of --role_weights and --baseline
 
 
 @dataclass(kw_only=True)
@@ -28,25 +27,12 @@ class RewardFlags:
     ties: float = flag(
         "make rows of both players of tied games: reward -COST", default=0.0, metavar="COST", at_least=0
     )
-    baseline: str = flag(
-        "role: subtract from a role's reward the mean reward of that role", default=NONE, choices=(NONE, ROLE)
-    )
-    role_weights: str = flag(
-        "weights of rows: 'paper' gives both roles the same total, 'none' gives every row 1",
-        default=PAPER,
-        choices=(PAPER, NONE),
-    )
     messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
-    roles: str | None = flag("make rows of this role alone, with weight 1", default=None, metavar="ROLE")
 
     def __post_init__(self):
         check_values(self)
-        if self.messages == ALL and (self.losers or self.ties or self.baseline == ROLE):
-            raise UserError("--messages all pays every message 1; leave out --losers, --ties and --baseline")
-
-    def check_rewards(self, game: Game) -> None:
-        if self.roles not in (None, *game.roles):
-            raise UserError(f"--roles {self.roles}: {game.title} has the roles {' and '.join(game.roles)}")
+        if self.messages == ALL and (self.losers or self.ties):
+            raise UserError("--messages all pays every message 1; leave out --losers and --ties")
 
 
 # Games.
@@ -55,7 +41,7 @@ class RewardFlags:
 class Result(NamedTuple):
     outcome: str
     length: int  # number of messages up to the decisive one, which is included
-    rewards: tuple[float, float]  # of the game's first and second role
+    rewards: dict[str, float]  # above 0, by role: of those that the game pays
 
 
 def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
@@ -90,8 +76,7 @@ def game_result(game: Game, episode: Mapping) -> Result:
     for role, reward in rewards.items():
         if role not in game.roles or not 0 <= reward < math.inf:
             raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
-    first, second = (rewards.get(role, 0.0) for role in game.roles)
-    return Result(outcome, length, (first, second))
+    return Result(outcome, length, {role: reward for role, reward in rewards.items() if reward})
 
 
 def permute_rewards(results: Sequence[Result], rng: random.Random) -> list[Result]:
@@ -115,54 +100,11 @@ def permute_rewards(results: Sequence[Result], rng: random.Random) -> list[Resul
 # Rewards and weights.
 
 
-class Paid(NamedTuple):
+class Payment(NamedTuple):
     """What a role gets for a game."""
 
-    reward: float  # of all its messages together; it may be below 0
+    reward: float  # of all its messages together, before decay; it may be below 0
     weight: float  # of each of its rows
-
-
-Numbers = dict[str, dict[str, float]]  # of all games: "weights" and "baselines", each by role
-
-
-def paid_roles(
-    game: Game,
-    results: Sequence[Result],
-    flags: RewardFlags,
-) -> tuple[list[dict[str, Paid]], Numbers]:
-    """For each game what the roles are paid whose messages become rows; and the numbers behind it.
-
-    Baselines are among the numbers if they were subtracted.
-    """
-    weights = role_weights(game, results) if flags.role_weights == PAPER else dict.fromkeys(game.roles, 1.0)
-    baselines = role_baselines(game, results, flags) if flags.baseline == ROLE else None
-    paid = [_paid(game, result, flags, weights, baselines) for result in results]
-    return paid, {"weights": weights} | ({"baselines": baselines} if baselines else {})
-
-
-def _paid(
-    game: Game,
-    result: Result,
-    flags: RewardFlags,
-    weights: Mapping[str, float],
-    baselines: Mapping[str, float] | None,
-) -> dict[str, Paid]:
-    """The reward and weight of each role; a role whose reward is 0 in the end gets no rows and is left out.
-
-    A baseline is subtracted, unless the game ended in a breach.
-    """
-    pay, breach = role_pay(game, result, flags), game.outcome(result.outcome).breach
-    winners = [role for role in game.roles if pay[role] > 0]
-    loser_weight = weights[winners[0]] if winners else 1.0  # rows of a loser weigh as those of the winner
-    paid = {}
-    for role in (flags.roles,) if flags.roles else game.roles:
-        reward = pay[role] - baselines[role] if baselines and not breach else pay[role]
-        weight = weights[role] if role in winners or baselines else loser_weight
-        if flags.messages == ALL:
-            reward, weight = 1.0, 1.0
-        if reward:
-            paid[role] = Paid(reward, 1.0 if flags.roles else weight)
-    return paid
 
 
 def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
@@ -170,43 +112,38 @@ def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
 
     N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0.
     """
-    rewards = [result.rewards for result in results]
-    paid = [sum(each[place] > 0 for each in rewards) for place in (0, 1)]
-    weights = (sum(paid) / (2 * number) if number else 0.0 for number in paid)
-    return dict(zip(game.roles, weights, strict=True))
+    games = Counter(role for result in results for role in result.rewards)
+    return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
 
 
-def role_pay(game: Game, result: Result, flags: RewardFlags) -> dict[str, float]:
-    """What this game pays each role, before baseline and decay.
+def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mapping[str, float]) -> dict[str, Payment]:
+    """What a game pays the roles whose messages become rows, with the `weights` of all games.
 
-    With `losers` above 0, the loser gets -losers times the winner's reward. With `ties` above 0, both roles of a tied
+    With `messages` ALL every message of both roles gets 1. Otherwise the game pays its winners. With `losers` above 0
+    the loser gets -losers times the winner's reward, at the winner's weight. With `ties` above 0 both roles of a tied
     game that pays nobody get -ties. A breach costs nobody anything.
     """
-    outcome = game.outcome(result.outcome)
-    pay = dict(zip(game.roles, result.rewards, strict=True))
-    winners = [role for role in game.roles if pay[role]]
-    if flags.losers and outcome.winner is not None and len(winners) == 1:
-        pay[game.other(winners[0])] = -flags.losers * pay[winners[0]]
-    if flags.ties and outcome.winner is None and not outcome.breach and not winners:
-        pay = dict.fromkeys(game.roles, -flags.ties)
-    return pay
-
-
-def role_baselines(game: Game, results: Iterable[Result], flags: RewardFlags) -> dict[str, float]:
-    """The mean of what each role is paid, over the games without a breach.
-
-    Subtracting it compares a game with other games of that role, not with 0 (as SPIRAL does, arXiv 2506.24119).
-    """
-    fair = [result for result in results if not game.outcome(result.outcome).breach]
-    pays = [role_pay(game, result, flags) for result in fair]
-    totals = {role: math.fsum(pay[role] for pay in pays) for role in game.roles}
-    return {role: total / max(len(pays), 1) for role, total in totals.items()}
-
-
-def message_shares(count: int, flags: RewardFlags) -> list[float]:
-    """Shares of a reward of 1 among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j); with ALL 1 each."""
     if flags.messages == ALL:
-        return [1.0] * count
-    shares = [(1 / flags.decay_weight) ** k for k in range(count)]  # the released numbers to the last digit
-    total = sum(shares)
-    return [share / total for share in shares]
+        return dict.fromkeys(game.roles, Payment(1.0, 1.0))
+    payments = {role: Payment(reward, weights[role]) for role, reward in result.rewards.items()}
+    outcome = game.outcome(result.outcome)
+    if flags.losers and outcome.winner is not None and len(payments) == 1:
+        ((winner, won),) = payments.items()
+        payments[game.other(winner)] = Payment(-flags.losers * won.reward, won.weight)
+    if flags.ties and outcome.winner is None and not outcome.breach and not payments:
+        payments = dict.fromkeys(game.roles, Payment(-flags.ties, 1.0))
+    return payments
+
+
+def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float]:
+    """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each."""
+    if flags.messages == ALL:
+        return [reward] * count
+    return [reward * share for share in decay_shares(count, flags.decay_weight)]
+
+
+def decay_shares(count: int, gamma: float) -> list[float]:
+    """Shares of a reward among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j)."""
+    powers = [(1 / gamma) ** k for k in range(count)]  # not gamma ** -k: so computed, as released, to the last digit
+    total = sum(powers)
+    return [power / total for power in powers]

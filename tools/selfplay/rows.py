@@ -2,26 +2,25 @@
 
 import glob
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
 from tools.players.player import thought_without
 from tools.selfplay.rewards import (
-    Numbers,
     Result,
     RewardFlags,
     judge_episodes,
-    message_shares,
-    paid_roles,
+    message_rewards,
+    role_payments,
+    role_weights,
 )
 from utils import (
     UserError,
@@ -58,7 +57,6 @@ class Row(TypedDict, total=False):
 
 RowsAndNotes = tuple[list[Row], dict]  # the notes stand in the record of a file of rows
 PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
-Shape = Callable[[Row, Mapping, str], float]  # (row, episode, outcome) -> the row's final reward
 
 
 @dataclass(kw_only=True)
@@ -110,37 +108,35 @@ def game_rows(
     results: Sequence[Result],
     flags: RewardFlags,
     prompt: PromptFn,
-    shape: Shape | None = None,
     *,
     thinking: bool = False,
-) -> tuple[list[Row], Numbers]:
-    """The rows of games and their results, in the order of episodes and messages, and the numbers of `paid_roles`.
+) -> list[Row]:
+    """The rows of games and their results, in the order of episodes and messages.
 
-    A message up to the decisive one gets its share of its role's reward by decay; with `messages` ALL, the whole of
-    it. Then `shape` is called; UserError unless it returns a finite number. With `thinking`, targets begin with the
-    thoughts of their replies.
+    There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
+    with the thoughts of their replies.
     """
-    paid, numbers = paid_roles(game, results, flags)
+    weights = role_weights(game, results)
     rows: list[Row] = []
-    for episode, result, roles in zip(episodes, results, paid, strict=True):
+    for episode, result in zip(episodes, results, strict=True):
         history, task = episode["history"][: result.length], episode["target_word"]
-        spoken = Counter(message["role"] for message in history)
-        shares = {role: iter(message_shares(spoken[role], flags)) for role in roles}
+        payments = role_payments(game, result, flags, weights)
+        count = Counter(message["role"] for message in history)
+        rewards = {role: iter(message_rewards(payments[role].reward, count[role], flags)) for role in payments}
         for index, message in enumerate(history):
-            if (role := message["role"]) not in roles:
+            if (role := message["role"]) not in payments:
                 continue
             row: Row = {
                 "query": prompt(history[:index], task, episode["max_turns"]),
                 "target": message["content"].strip(),
-                "reward": roles[role].reward * next(shares[role]),
+                "reward": next(rewards[role]),
                 "role": role,
-                "weight": roles[role].weight,
+                "weight": payments[role].weight,
             }
-            row |= thoughtful_target(episode, index) if thinking else {}
-            if shape:
-                row["reward"] = shaped_reward(shape, row, episode, result.outcome)
+            if thinking:
+                row |= thoughtful_target(episode, index)
             rows.append(row)
-    return rows, numbers
+    return rows
 
 
 def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
@@ -161,13 +157,6 @@ def thoughtful_target(episode: Mapping, index: int) -> Row:
     return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
 
 
-def shaped_reward(shape: Shape, row: Row, episode: Mapping, outcome: str) -> float:
-    reward = shape(row, episode, outcome)
-    if not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
-        raise UserError(f"{shape} returned {reward!r}; a row's reward must be a finite number")
-    return float(reward)
-
-
 def assign_rewards(
     episodes: Iterable[Mapping],
     *,
@@ -176,7 +165,6 @@ def assign_rewards(
     rng: random.Random,
     templates: prompts.Templates | None = None,
     training_prompt: str = RANDOM,
-    shape: Shape | None = None,
     **flags,
 ) -> list[Row]:
     """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
@@ -187,10 +175,9 @@ def assign_rewards(
     """
     game, episodes = game or load_game(), list(episodes)
     reward_flags = RewardFlags(decay_weight=decay_weight, **flags)
-    reward_flags.check_rewards(game)
     results = judge_episodes(game, episodes, "episode", 0)
     prompt = prompt_fn(game, training_prompt, rng=rng, templates=templates)
-    return game_rows(game, episodes, results, reward_flags, prompt, shape)[0]
+    return game_rows(game, episodes, results, reward_flags, prompt)
 
 
 # SFT rows.
