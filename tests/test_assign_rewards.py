@@ -15,7 +15,6 @@ from tools import spag
 from tools.assign_rewards import assign_rewards
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from tools.selfplay.rewards import Result, game_result, permute_rewards
 from utils import UserError, read_json_or_jsonl, write_records
 
 GAME, WORD = Taboo(), "apple"
@@ -71,16 +70,6 @@ def test_losers_and_ties_pay_below_zero():
     assert [(row["role"], row["reward"], row["weight"]) for row in rows] == near(expected)
     assert sum(row["reward"] * row["weight"] for row in rows_of(games, losers=1.0)) == pytest.approx(0)
     assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
-
-
-def test_rewards_are_permuted_by_a_seed_within_lengths():
-    games = [Result("defender wins", 2, (0.0, 1.0))] * 50 + [Result("attacker wins", 2, (1.0, 0.0))] * 50
-    games += [Result("attacker wins", 4, (1.0, 0.0))] * 5 + [Result("tied game", 2, (0.0, 0.0))] * 5
-    permuted = permute_rewards(games, random.Random(1))
-    assert permuted[100:] == games[100:] and sum(game.rewards == (0.0, 1.0) for game in permuted[:100]) == 50
-    assert [game[:2] for game in permuted] == [game[:2] for game in games]  # the games stay as they ended
-    assert 30 < sum(one != other for one, other in zip(games, permuted, strict=True)) < 70
-    assert permute_rewards(games, random.Random(2)) != permuted
 
 
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
@@ -173,14 +162,6 @@ def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run
     assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in said]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
-
-
-def test_outcomes_may_be_permuted(run):
-    games = 4 * [ATTACKER_WON] + 4 * [DEFENDER_WON] + 12 * [TIED]
-    rows, printed = run(inputs=(games,), losers=0.5, ties=0.25, permute_outcomes=True, seed=1)
-    assert printed["rows"] == {"attacker": 28, "defender": 28, "negative": 40}
-    judged = permute_rewards([game_result(GAME, each) for each in games], random.Random(1))
-    assert [row["reward"] > 0 for row in rows[:32:4]] == ["attacker" in each.rewards for each in judged[:8]]
 
 
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):

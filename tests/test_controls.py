@@ -1,4 +1,4 @@
-"""Controls: SFT rows alone, silent rows, cloning, and rows that are repeated."""
+"""Controls: SFT rows alone, silent rows, cloning; and drawn rows."""
 
 import json
 from collections import Counter
@@ -64,13 +64,13 @@ def test_silent_rows_are_those_of_the_other_run_with_weight_0_for_games(run):
 
 
 @pytest.mark.parametrize("number", [200, 30])
-def test_rows_of_games_are_repeated_or_left_out_until_there_are_so_many(run, tmp_path, number):
-    rows = run("repeat", number=number)
-    assert len(rows) == number + 3 and rows[number:] == SFT_ROWS
-    times, whole = Counter(map(json.dumps, rows[:number])), number // len(ROWS)
-    assert set(times) <= set(map(json.dumps, ROWS))  # each row stands there `whole` times, drawn ones once more
-    assert all(whole <= times[json.dumps(row)] <= whole + 1 for row in ROWS)
-    assert run("repeat", number=number, seed=1, output=tmp_path / "other_seed.json") != rows
+def test_rows_of_any_kind_are_drawn_or_repeated_until_there_are_so_many(run, tmp_path, number):
+    rows, given = run("draw", number=number), ROWS + SFT_ROWS
+    times, whole = Counter(map(json.dumps, rows)), number // len(given)
+    assert len(rows) == number and set(times) <= set(map(json.dumps, given))
+    # Each row stands there `whole` times, drawn ones once more.
+    assert all(whole <= times[json.dumps(row)] <= whole + 1 for row in given)
+    assert run("draw", number=number, seed=1, output=tmp_path / "other_seed.json") != rows
 
 
 def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path):
@@ -82,10 +82,15 @@ def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path
     assert "rows: " in run("silent", status=2)
 
 
-def test_repeat_refuses_rows_without_games(run, tmp_path):
-    write_records(tmp_path / "sft_rows.json", SFT_ROWS)
-    assert "number is -1" in run("repeat", status=2, number=-1)
-    assert "no rows of games to repeat" in run("repeat", status=2, number=5, rows=tmp_path / "sft_rows.json")
+def test_sft_examples_are_drawn_as_they_are(run, tmp_path):
+    examples = [{"instruction": f"Say {number}.", "input": "", "output": "It."} for number in range(9)]
+    write_records(tmp_path / "alpaca.json", examples)
+    rows = run("draw", number=4, rows=tmp_path / "alpaca.json")
+    assert len(rows) == len(set(map(json.dumps, rows))) == 4 and all(row in examples for row in rows)
+
+
+def test_draw_refuses_numbers_below_0(run):
+    assert "number is -1" in run("draw", status=2, number=-1)
 
 
 def test_the_record_has_the_digest_of_the_chat_template(run, tmp_path):

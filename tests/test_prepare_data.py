@@ -77,7 +77,7 @@ def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkey
     prepare("english", model="m", output_dir=tmp_path)
     rows, anchor = commands
     assert rows[0].endswith("assign_rewards.py") and rows[-4:] == ["--chat_template", "True", "--tokenizer", "m"]
-    assert anchor[1:] == ["repeat", "--rows", f"{tmp_path}/imitation.json", "--number", "300", "--output", anchor[-1]]
+    assert anchor[1:] == ["draw", "--rows", f"{tmp_path}/imitation.json", "--number", "300", "--output", anchor[-1]]
     assert anchor[-1] == f"{tmp_path}/anchor.json" and len(read_json_or_jsonl(tmp_path / "games.jsonl")) == 498
     settings = (ROOT / "configs/english.toml").read_text()
     for name in ("imitation.json", "anchor.json", "played.txt", "held_out.txt"):

@@ -47,9 +47,6 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         "file of SFT examples (also Parquet or .jsonl.gz), or OWNER/NAME of the hub; their rows are appended",
         default=None,
     )
-    permute_outcomes: bool = flag(
-        "True: permute rewards among games of equal length, a control of self-play", default=False
-    )
     seed: int = flag("seed of all that is drawn, such as training prompts", default=0)
     training_prompt: str = flag(
         "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
@@ -133,8 +130,6 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
-    if flags.permute_outcomes:
-        results = rewards.permute_rewards(results, random.Random(flags.seed))
     rng = random.Random(flags.seed)
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
     made = rows.game_rows(game, episodes, results, flags, prompt, thinking=flags.thinking)

@@ -1,11 +1,11 @@
-"""Controls of self-play: from the rows of SPAG, the rows of a run that trains on something else.
+"""From a file of rows another one: the rows of a control, which trains on something else than SPAG, or drawn rows.
 
     python -m tools.controls sft --rows R --sft_data_path S --output O     SFT examples alone, as many rows as R has
     python -m tools.controls silent --rows R --output O                    R, with weight 0 for rows of games
     python -m tools.controls cloning --rows R --output O                   R, with rows of games as SFT rows
-    python -m tools.controls repeat --rows R --number N --output O         R, with N rows of games
+    python -m tools.controls draw --rows R --number N --output O           N rows of R, of games or SFT
 
-A further control is `assign_rewards --permute_outcomes True`. The record is O's name with _rewards_settings.json.
+The record is O's name with _rewards_settings.json.
 """
 
 import math
@@ -22,10 +22,8 @@ def is_sft(row: dict) -> bool:
     return row.get("type") == "sft"
 
 
-def repeated(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
-    """`number` rows: all of them equally often, and a drawn part of them once more. UserError if there is none."""
-    if not rows:
-        raise UserError("no rows of games to repeat")
+def drawn(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
+    """`number` rows: all of them equally often, and a drawn part of them once more."""
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
@@ -34,26 +32,37 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
     """Turn rows of games into SFT rows: -reward * weight * l, without ratio, clip and KL.
 
     OfflinePO adds a mean over game rows and one over SFT rows of a batch of `rows_at_once` rows (None: of all), and a
-    batch without a kind lacks its term. Here all rows are in one mean. Of B rows at least one is of a kind whose share
-    of all rows is p with probability 1 - (1 - p)^B, so its rows get the weight probability / p.
+    batch without a kind lacks its term. Here all rows are in one mean, so the rows of a kind get its `batch_factor`.
     """
-    total, at_once = len(rows), rows_at_once or math.inf
-    number = sum(map(is_sft, rows))
-    scale, sft_scale = ((1 - (1 - n / total) ** at_once) * total / n if n else 0.0 for n in (total - number, number))
+    batch_size = rows_at_once or math.inf
+    sft_rows = sum(map(is_sft, rows))
+    sft_factor = batch_factor(sft_rows, len(rows), batch_size)
+    game_factor = batch_factor(len(rows) - sft_rows, len(rows), batch_size)
     clones = []
     for row in rows:
         if is_sft(row):
-            clones.append(row | {"weight": sft_scale})
+            clones.append(row | {"weight": sft_factor})
             continue
-        weight = row["reward"] * row["weight"] / sft_coeff * scale
+        weight = row["reward"] * row["weight"] / sft_coeff * game_factor
         text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
         clones.append(text | {"type": "sft", "weight": weight})
     return clones
 
 
+def batch_factor(number: int, total: int, batch_size: float) -> float:
+    """The chance that a batch has a row of a kind, divided by that kind's share: `number` of `total` rows are of it.
+
+    With the share p a batch of B rows has at least one of them with probability 1 - (1 - p)^B.
+    """
+    if not number:
+        return 0.0
+    probability = 1 - (1 - number / total) ** batch_size
+    return probability * total / number
+
+
 @dataclass(kw_only=True)
 class Control:
-    rows: str = flag("file of rows that assign_rewards made")
+    rows: str = flag("file of rows, such as those that assign_rewards made")
     output: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
     seed: int = flag("seed of the rows that are drawn", default=0)
 
@@ -66,7 +75,7 @@ class Sft(ChatFlags, Control):
 
     def make(self, rows: list[dict]) -> list[dict]:
         examples = read_sft_rows(self.sft_data_path, self.load_chat_template())
-        return repeated(examples, len(rows), random.Random(self.seed))
+        return drawn(examples, len(rows), random.Random(self.seed))
 
 
 @dataclass(kw_only=True)
@@ -91,18 +100,17 @@ class Cloning(Control):
 
 
 @dataclass(kw_only=True)
-class Repeat(Control):
-    """The same rows, those of games repeated or left out until there are so many."""
+class Draw(Control):
+    """Rows of the file, of any kind: a drawn part, or all of them repeated until there are so many."""
 
-    number: int = flag("rows of games", at_least=0)
+    number: int = flag("number of rows", at_least=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
-        games = repeated([row for row in rows if not is_sft(row)], self.number, random.Random(self.seed))
-        return games + [row for row in rows if is_sft(row)]
+        return drawn(rows, self.number, random.Random(self.seed))
 
 
 def main() -> None:
-    control = parse_command(Sft, Silent, Cloning, Repeat, description=__doc__)
+    control = parse_command(Sft, Silent, Cloning, Draw, description=__doc__)
     elsewhere = ("output", "tokenizer", "trust_remote_code")
     settings = {name: value for name, value in vars(control).items() if name not in elsewhere}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):

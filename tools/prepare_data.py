@@ -122,7 +122,7 @@ class English:
         words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
         words += ["--prompt_templates", prompts, "--training_prompt", "play"]
         run_python(ROOT / "tools/assign_rewards.py", *words, "--chat_template", True, "--tokenizer", self.model)
-        run_python(ROOT / "tools/controls.py", "repeat", "--rows", rows, "--number", 300, "--output", anchor)
+        run_python(ROOT / "tools/controls.py", "draw", "--rows", rows, "--number", 300, "--output", anchor)
 
 
 @dataclass(kw_only=True)

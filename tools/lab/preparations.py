@@ -63,7 +63,7 @@ def newer_models(loop: str) -> Iterator[str]:
 
 def english(folder: str, seed: int, settings: dict) -> None:
     """Draw 300 rows of imitation, which are SFT rows."""
-    repeat(settings["imitation.train_data_path"], 300, seed, Path(folder, "anchor.json"))
+    draw(settings["imitation.train_data_path"], 300, seed, Path(folder, "anchor.json"))
 
 
 def qwen15(folder: str, seed: int, settings: dict) -> None:
@@ -76,16 +76,16 @@ def qwen15(folder: str, seed: int, settings: dict) -> None:
     argv += ["--tokenizer", settings["model"], "--prompt_templates", ROOT / "configs/prompts/english.json"]
     argv += ["--input_data_path", data / "games.jsonl", data / "plain/games.jsonl"]
     run_python(ROOT / "tools/assign_rewards.py", *argv, "--output_data_path", data / "imitation.json")
-    repeat(data / "imitation.json", 500, seed, data / "anchor.json")
+    draw(data / "imitation.json", 500, seed, data / "anchor.json")
     held_out = set(read_words(data / "held_out.txt"))
     others = [word for word in read_words(ROOT / "data/target_words.txt") if word not in held_out]
     write_words(data / "words.txt", dict.fromkeys(read_words(data / "played.txt") + others))
 
 
-def repeat(rows: str | Path, number: int, seed: int, output: Path) -> None:
-    """Make a file of so many rows of imitation: repeated ones, or a drawn part."""
+def draw(rows: str | Path, number: int, seed: int, output: Path) -> None:
+    """Make a file of so many rows of a file."""
     argv = ["--rows", rows, "--number", number, "--seed", seed, "--output", output]
-    run_python("-m", "tools.controls", "repeat", *argv)
+    run_python("-m", "tools.controls", "draw", *argv)
 
 
 def gate(loop: str) -> None:

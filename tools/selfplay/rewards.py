@@ -1,8 +1,7 @@
 """How a game ended, and what it pays: the rewards and weights of its roles' messages. Pure functions; no torch."""
 
 import math
-import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,24 +76,6 @@ def game_result(game: Game, episode: Mapping) -> Result:
         if role not in game.roles or not 0 <= reward < math.inf:
             raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
     return Result(outcome, length, {role: reward for role, reward in rewards.items() if reward})
-
-
-def permute_rewards(results: Sequence[Result], rng: random.Random) -> list[Result]:
-    """Permute the rewards of games that pay, among games with equally many messages.
-
-    How many games of each length a role wins stays the same, so brevity is rewarded as much as in self-play.
-    """
-    same_length = defaultdict(list)
-    for place, result in enumerate(results):
-        if any(result.rewards):
-            same_length[result.length].append(place)
-    permuted = list(results)
-    for _, places in sorted(same_length.items()):
-        shuffled = [results[place].rewards for place in places]
-        rng.shuffle(shuffled)
-        for place, rewards in zip(places, shuffled, strict=True):
-            permuted[place] = results[place]._replace(rewards=rewards)
-    return permuted
 
 
 # Rewards and weights.
