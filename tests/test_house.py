@@ -16,7 +16,7 @@ from helpers import ROOT, finish, start
 ROOMS = "utils, games, flags, players, engine, make, selfplay, measure, programs spag, loop, lab examples"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
-TAKES_LOSSES = {"spag", "questions"}  # pieces for people, and log-probabilities of choices
+TAKES_LOSSES = {"spag"}  # pieces for people
 TAKES_PARSER = {"keys", "record"}  # the loop: the parser of train.py, and which of its flags change results
 
 

@@ -98,14 +98,12 @@ def over_two(one: float, other: float, form: str) -> str:
 
 
 def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
-    shares = {"imitation": {"meet": 0.5}, "epoch2": {"meet": 0.75}}
-    write_json(seeds[0] / "detached/questions.json", {"shares": shares})
     for seed, change in zip(seeds, (0, 1), strict=True):
         add_belief(seed / "released", {"base": -5.5, "epoch1": -4.0, "epoch2": -2.0})
         add_belief(seed / "detached", {"base": -5.5, "epoch1": -3.0, "epoch2": -1.0 + change})
         add_benchmark(seed / "released", {"imitation": 50, "epoch1": 55, "epoch2": 60 + 4 * change})
     flags = ["--primary", "share among 40", "detached", "released", "--minus", "points", "detached", "released"]
-    flags += ["--minus", "meet", "detached", "imitation", "--primary", "points", "detached", "typo"]
+    flags += ["--primary", "points", "detached", "typo"]
     flags += ["--minus", "share among 41", "detached", "released"]
     shown = tables(table_of(*map(collected, seeds), flags=flags).output)
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
@@ -116,8 +114,6 @@ def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
     gaps = shown["Differences, paired by seed"]
     assert gaps["points", "detached", "released"]["difference"] == "+0.000"
     assert gaps["share among 41", "detached", "released"]["difference"] == "-"
-    meet = gaps["meet", "detached", "imitation"]
-    assert (meet["epoch"], meet["difference"]) == ("2", "+0.250")
     primary = shown["Primary comparisons"]
     assert primary["points", "detached", "typo"]["difference"] == "-"
     assert primary["share among 40", "detached", "released"]["difference"] == over_two(1, 2, "+.3f")
@@ -246,13 +242,16 @@ if os.environ["FAIL"] and str(output).endswith(os.environ["FAIL"]):
     sys.exit(1)
 shutil.copytree(pathlib.Path(os.environ["LOOPS"], output.name), output, dirs_exist_ok=True)
 """
-FUNCTIONS = """from pathlib import Path
+FUNCTIONS = """import json
+from pathlib import Path
 
 def prepare(folder, seed, settings):
     Path(folder, "prepared").write_text(f"{seed} {settings['model']} {settings['training.lm_kl_coeff']}")
 
 def after(loop):
-    Path(loop, "questions.json").write_text('{"shares": {"imitation": {"meet": 0.5}}}')
+    row = {"model": "imitation", "hints": "last", "games": 20, "candidates": 40}
+    row |= {"share": -3.0, "rank_1": 0.5, "tempered": -2.0}
+    Path(loop, "belief.json").write_text(json.dumps({"table": [row]}))
 """
 ARMS = """
 files = ["configs/tiny.toml"]
@@ -309,7 +308,8 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     again = call(study.main, arms, *flags).output
     assert [re.search(r"seed2/(\w+) like", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
     assert "seed 2: sft" in again and "released" not in again
-    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["Questions"] == {"meet": 0.5}
+    imitation = read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]
+    assert imitation["Guesses after recorded hints"]["share among 40"] == -3.0
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
 
@@ -392,14 +392,11 @@ def test_words_of_a_study_leave_out_those_that_are_held_out(tmp_path, programs):
     assert read_words(tmp_path / "all_words.txt") == ["piano", "violin", first]
 
 
-def test_all_models_of_a_loop_are_asked_but_guesses_among_all_words_are_those_of_the_newest(tmp_path, programs):
+def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(tmp_path, programs):
     loop = tmp_path / "released"
     for folder in ("imitation", "epoch2", "epoch10"):
         (loop / folder / "model").mkdir(parents=True)
     (loop / "epoch11/episodes").mkdir(parents=True)
-    preparations.ask_questions(str(loop))
-    models = f"base={tmp_path}/base imitation={loop}/imitation/model epoch2={loop}/epoch2/model"
-    assert f"--models {models} epoch10={loop}/epoch10/model --output_dir {loop}" in programs[-1]
     preparations.share_among_all(str(loop))
     newest = f"--models epoch10={loop}/epoch10/model imitation={loop}/imitation/model --games"
     assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")

@@ -20,7 +20,8 @@ from utils import ROOT, UserError, read_json, run_program, write_json
 
 BASE, IMITATION = "base", "imitation"
 # Tables. "Points against" is followed by the opponent's name.
-POINTS, SELF_PLAY, QUESTIONS = "Points against", "Self-play", "Questions"
+POINTS, SELF_PLAY = "Points against", "Self-play"
+QUESTIONS = "Questions"  # only in finished studies
 GUESSES, GUESSES_BY_HINTS = "Guesses after recorded hints", "Guesses by number of recorded hints"
 BELIEF = "Belief on recorded games"  # only in finished studies: a measure that was given up
 REASONING, TRAINING = "Reasoning benchmarks", "Training"
@@ -75,8 +76,6 @@ def read_tables(loop: Path) -> Iterator[tuple[str, str, dict]]:
     for row in itertools.chain.from_iterable(read_json(path)["table"] for path in loop.rglob("belief.json")):
         if "share" in row:  # older versions measured something else
             yield row["model"], *guesses(row)
-    for model, shares in read_if_there(loop / "questions.json").get("shares", {}).items():
-        yield model, QUESTIONS, shares
     for row in read_if_there(loop / "reasoning" / "results.json").get("results", ()):
         yield row["model"], REASONING, {row["benchmark"]: [row["value"], row["stderr"]]}
 

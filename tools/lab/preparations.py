@@ -9,7 +9,6 @@ settings of the first arm by name; one that `after` names takes the folder of a 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tools.games.game import load_member
@@ -26,13 +25,6 @@ def tiny(folder: str, seed: int, settings: dict) -> None:
     run_python("-m", "tools.lab.world.build", "--output_dir", folder, "--seed", seed)
 
 
-def ask_questions(loop: str) -> None:
-    """Ask all models of a loop questions outside the game."""
-    seed = Path(loop).parent
-    models = [f"base={seed}/base", f"imitation={seed}/released/imitation/model", *newer_models(loop)]
-    run_python("-m", "tools.lab.world.questions", "--models", *models, "--output_dir", loop)
-
-
 def hints(folder: str, seed: int, settings: dict) -> None:
     """Make the world, and the list of all its words."""
     tiny(folder, seed, settings)
@@ -43,7 +35,7 @@ def hints(folder: str, seed: int, settings: dict) -> None:
 def share_among_all(loop: str) -> None:
     """Measure the guesses of a loop's newest model, and of its imitation, among all words but forms of others."""
     seed, imitation = Path(loop).parent, Path(loop, "imitation", "model")
-    models = [*newer_models(loop)][-1:]
+    models = newest_model(loop)
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
     argv = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
@@ -51,11 +43,13 @@ def share_among_all(loop: str) -> None:
     run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))
 
 
-def newer_models(loop: str) -> Iterator[str]:
-    """The models of the epochs, NAME=FOLDER."""
-    for epoch in sorted(Path(loop).glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch"))):
-        if (epoch / "model").is_dir():
-            yield f"{epoch.name}={epoch / 'model'}"
+def newest_model(loop: str) -> list[str]:
+    """The model of the last epoch that has one, as NAME=FOLDER; nothing without any."""
+    epochs = [model.parent for model in Path(loop).glob("epoch*[0-9]/model")]
+    if not epochs:
+        return []
+    newest = max(epochs, key=lambda epoch: int(epoch.name.removeprefix("epoch")))
+    return [f"{newest.name}={newest / 'model'}"]
 
 
 # Of models that play in English.
