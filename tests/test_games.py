@@ -3,12 +3,11 @@
 import json
 import os
 import random
-import re
 import sys
 
 import pytest
 from graded_game import TEMPLATES, Divide
-from helpers import ROOT, call, flags_of, play_flags
+from helpers import call, flags_of, play_flags
 from scripted import messages
 
 from tools import evaluate_games, play_llm_game, report
@@ -16,11 +15,9 @@ from tools.assign_rewards import assign_rewards
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
 from tools.players.flags import PlayFlags
-from utils import UserError, read_json_or_jsonl, read_words
+from utils import UserError, read_json_or_jsonl
 
-QUESTIONS, CITY = load_game("twenty_questions"), load_game("guess_my_city")
-OWN_GAMES = [name for name in CLASSES if name != "textarena"]  # which needs a package, and has its own tests
-
+QUESTIONS = load_game("twenty_questions")
 
 MINE = """
 from tools.games import Outcome
@@ -69,7 +66,6 @@ def test_a_file_runs_once_and_can_import_the_modules_beside_it(tmp_path, monkeyp
         ("chess", {}, "taboo, twenty_questions"),
         ("taboo", {"match": "regex"}, "must be one of substring, word"),
         ("taboo", {"matches": "word"}, "--game taboo.*unexpected keyword argument 'matches'"),
-        ("textarena", {}, "--game textarena.*missing a required argument: 'env'"),
         ("mine.py:Nim", {}, "mine.py:Nim: .*no attribute 'Nim'"),
         ("no.such.module:Mine", {}, "no.such.module:Mine: No module named 'no'"),
     ],
@@ -112,7 +108,7 @@ def test_an_episode_never_causes_an_import(tmp_path, monkeypatch):
     assert "trap" not in sys.modules
 
 
-@pytest.mark.parametrize("name", OWN_GAMES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_shipped_prompt_files_fit_their_game(name):
     game = load_game(name)
     task = game.example_task.replace("word", "zebra")  # which no rule names
@@ -126,7 +122,7 @@ def test_shipped_prompt_files_fit_their_game(name):
             assert visible == [secret in game.secrets(speaker, task, history).values() for secret in secrets]
 
 
-@pytest.mark.parametrize("name", [name for name in OWN_GAMES if load_game(name).answer(load_game(name).example_task)])
+@pytest.mark.parametrize("name", [name for name in CLASSES if load_game(name).answer(load_game(name).example_task)])
 def test_the_answer_is_a_message_that_finds_the_secret(name, tmp_path):
     game = load_game(name)
     role, answer = game.answer(game.example_task)
@@ -138,40 +134,22 @@ def test_the_answer_is_a_message_that_finds_the_secret(name, tmp_path):
     assert prompts.load_templates(tmp_path / "prompts.json", game) == own
 
 
-WORD, PLACE = (QUESTIONS, "apple"), (CITY, "Lyon, France, Europe")
-
-
 @pytest.mark.parametrize(
-    "game, texts, outcome, length",
+    "texts, outcome, length",
     [
-        (WORD, ["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
-        (WORD, ["Is it `fig`? Or is it `apple`?"], "found", 1),  # one of its guesses is right
-        (WORD, ["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
-        (WORD, ["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
-        (WORD, ["Is it red?", "Perhaps"], "no answer", 2),
-        (WORD, ["Is it red?", "- *No*"], "not found", 2),
-        (WORD, ["Is it red?", "No1"], "no answer", 2),
-        (WORD, ["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
-        (WORD, ["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
-        (PLACE, ["Is it warm?", "Often.", "Are you from `lyon, FRANCE`?"], "found", 3),
-        (PLACE, ["Are you from `Nice`? Are you from `Lyon`?"], "found", 1),
-        (PLACE, ["Are you from Lyon?", "Yes."], "not found", 2),  # no backticks
-        (PLACE, ["Is it Lyon?", "Yes, LYON!"], "answerer names the place", 2),
-        (PLACE, ["Which language?", "That of france."], "answerer names the place", 2),
-        (PLACE, ["Which language?", "I am no Lyonnais."], "not found", 2),
-        (PLACE, ["Are you from `Paris`?", "b", "c", "d", "e", "f", "Are you from `Lyon`?"], "not found", 6),
+        (["Is it alive?", "Yes", "Is it `Apple` ?"], "found", 3),
+        (["Is it `fig`? Or is it `apple`?"], "found", 1),  # one of its guesses is right
+        (["Is it red?", "Yes, an apple is red"], "answerer says the word", 2),
+        (["Is it red?", "Yes, like pineapples"], "not found", 2),  # a whole word is meant
+        (["Is it red?", "Perhaps"], "no answer", 2),
+        (["Is it red?", "- *No*"], "not found", 2),
+        (["Is it red?", "No1"], "no answer", 2),
+        (["Is it red?", "Yes, it is _apple_"], "answerer says the word", 2),
+        (["Is it `pear`?", "No", "b", "No", "c", "Yes", "Is it `apple`?"], "not found", 6),
     ],
 )
-def test_questions_and_cities_are_judged_by_their_rules(game, texts, outcome, length):
-    game, task = game
-    assert game.judge(messages(game, *texts), task, 3) == (outcome, length)
-
-
-def test_each_line_of_the_list_of_cities_is_a_task_and_others_are_refused():
-    assert len(set(read_words(ROOT / "data" / "cities.txt", CITY.check_task))) == 1000
-    for task in ("Lyon", "Lyon, France, Europe, Earth"):
-        with pytest.raises(ValueError, match=re.escape(repr(task))):
-            CITY.check_task(task)
+def test_questions_are_judged_by_their_rules(texts, outcome, length):
+    assert QUESTIONS.judge(messages(QUESTIONS, *texts), "apple", 3) == (outcome, length)
 
 
 def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
@@ -191,7 +169,7 @@ def test_shares_become_rewards_and_only_the_roles_that_get_something_weigh():
 SHORT = {"max_turns": 2, "max_length": 1600, "max_new_tokens": 4, "logging_steps": 0}
 
 
-@pytest.mark.parametrize("name", OWN_GAMES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_models_play_a_game_and_meet_in_it_and_the_report_shows_it(name, tiny_model, other_model, tmp_path):
     words, game, played = tmp_path / "words.txt", {"game": name}, load_game(name)
     words.write_text(f"{played.example_task}\n" * 2)

@@ -59,6 +59,18 @@ def test_imports_go_one_way_and_programs_do_not_import_each_other(path):
     assert all(others[module] == own != "programs" for module in wrong), wrong
 
 
+@pytest.mark.parametrize("room", ["lab", "examples"])
+def test_nothing_outside_lab_and_examples_imports_them(room):
+    """Neither by an import nor as "tools.examples.module:Class". So no other file depends on them."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py")]
+    others = [path for path in files if not path.is_relative_to(ROOT / "tools" / room)]
+    assert len(others) < len(files)
+    by_name = re.compile(rf"tools\.{room}\.\w+:")
+    for path in others:
+        assert not {module for module in imports(path) if f"{module}.".startswith(f"tools.{room}.")}, path
+        assert not by_name.search(path.read_text(encoding="utf-8")), path
+
+
 def test_no_room_is_called_like_a_package_or_a_program():
     """`python tools/x.py` puts tools/ first on the import path."""
     rooms = {path.parent.name for path in ROOT.glob("tools/*/*.py")}

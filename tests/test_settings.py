@@ -199,7 +199,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("training.hub_token=hf_mine", "export HF_TOKEN=..."),
         ("push_to_hub_token=hf_mine", "export HF_TOKEN=..."),
         ("prompt_templates=/dev/null", "/dev/null: not JSON"),
-        ("game=guess_my_city", "words.txt:1: "),
+        (f"game={ROOT}/tools/examples/guess_my_city.py:GuessMyCity", "words.txt:1: "),
         ("nothing.toml", "nothing.toml"),
         ("./a=b.toml", "./a=b.toml"),
         ("output=$ROOTS/x", "output: $ROOTS is not replaced"),

@@ -1,10 +1,12 @@
-"""TextArena's games: whoever wins there wins here, and his messages become rows. Skipped without the package."""
+"""TextArena's games, an example: whoever wins there wins here, and his messages become rows. It needs the package."""
 
 import asyncio
+import importlib.metadata
 import random
 import re
 
 import pytest
+from helpers import ROOT
 
 from tools.assign_rewards import assign_rewards
 from tools.games import Game, load_game
@@ -13,8 +15,11 @@ from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
 from utils import UserError
 
-textarena = pytest.importorskip("textarena", reason="needs textarena 0.7.4")
+# A module of the package: without it, Python may find tools/examples/textarena.py under the package's name.
+pytest.importorskip("textarena.core", reason="needs textarena 0.7.4")
+import textarena  # noqa: E402
 
+TEXTARENA_FILE = f"{ROOT}/tools/examples/textarena.py:TextArena"
 WORDS = ["Well, well.", "[Accept]", "[Deny]", "[Offer: 1 Wheat -> 1 Wood]", "[Fact 1]", "[Fact 2]"]
 MOVES = {  # what random players say in each environment; not all of it is legal
     "TicTacToe-v0": [f"[{cell}]" for cell in range(9)],
@@ -40,7 +45,7 @@ class RandomPlayer:
 
 def played(env: str, seed: int) -> tuple[Game, Episode]:
     """An environment, and a game of it between random players."""
-    game = load_game("textarena", env=env)
+    game = load_game(TEXTARENA_FILE, env=env)
     players = dict.fromkeys(game.roles, RandomPlayer(MOVES[env], random.Random(f"{env} {seed}")))
     return game, asyncio.run(play_game(game, str(seed), players, max_turns=game.max_turns, index=seed))
 
@@ -81,11 +86,11 @@ def test_winners_are_those_of_textarena_itself(env):
 @pytest.mark.parametrize("env", ["TicTacToe", "Taboo-v0"])  # without its version; for four players
 def test_an_environment_that_cannot_be_played_is_one_line(env):
     with pytest.raises(UserError, match=f"env={env}: (Environment|Taboo)"):
-        load_game("textarena", env=env)
+        load_game(TEXTARENA_FILE, env=env)
 
 
 def test_a_player_sees_its_own_card_and_not_the_others():
-    game = load_game("textarena", env="KuhnPoker-v0")
+    game = load_game(TEXTARENA_FILE, env="KuhnPoker-v0")
     opener = game.next_role("3", ())
     (other,) = set(game.roles) - {opener}
     observations = {role: game.secrets(role, "3", ())["observations"] for role in game.roles}
@@ -100,3 +105,17 @@ def test_the_winners_messages_become_rows():
     rows = assign_rewards([won, other_erred], game=game, rng=random.Random(0))
     said = [message["content"] for message in won["history"] if message["role"] == "player_one"]
     assert [row["target"] for row in rows] == said
+
+
+def test_the_environment_must_be_named():
+    with pytest.raises(UserError, match="missing a required argument: 'env'"):
+        load_game(TEXTARENA_FILE)
+
+
+def test_without_the_package_a_line_says_how_to_install_it(monkeypatch):
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", not_installed)
+    with pytest.raises(UserError, match="pip install textarena==0.7.4"):
+        load_game(TEXTARENA_FILE, env="Nim-v0")

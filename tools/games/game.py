@@ -20,8 +20,6 @@ DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game
 CLASSES = {  # of this project's games
     "taboo": "tools.games.taboo:Taboo",
     "twenty_questions": "tools.games.twenty_questions:TwentyQuestions",
-    "guess_my_city": "tools.games.guess_my_city:GuessMyCity",
-    "textarena": "tools.games.textarena:TextArena",
 }
 
 _sources: dict[str, bytes] = {}  # by name of the module: the content of a person's file when it ran

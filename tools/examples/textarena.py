@@ -1,14 +1,16 @@
-"""TextArena's two-player games (PyPI `textarena`): --game textarena --game_options env=TicTacToe-v0.
+"""TextArena's two-player games: --game tools/examples/textarena.py:TextArena --game_options env=TicTacToe-v0.
 
 A task is a seed. An environment cannot take a move back, so every decision replays the game: the environment is reset
 with the seed, then takes one step for each message.
 """
 
+import importlib.metadata
 import math
 import random
+from pathlib import Path
 
 from tools.games.game import Game, History, Outcome
-from utils import ROOT, require, user_errors
+from utils import UserError, user_errors
 
 ZERO, ONE = "player_zero", "player_one"
 
@@ -17,7 +19,7 @@ class TextArena(Game):
     """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player."""
 
     name, title, max_turns = "textarena", "TextArena", 50
-    prompt_file = ROOT / "configs" / "prompts" / "textarena.json"
+    prompt_file = Path(__file__).with_suffix(".json")
     roles = (ZERO, ONE)
     outcomes = (
         Outcome(f"{ZERO} wins", winner=ZERO),
@@ -30,7 +32,7 @@ class TextArena(Game):
     example_task = "0"
 
     def __init__(self, env: str):
-        require("textarena", "textarena==0.7.4")
+        _require_package()
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
         with user_errors(f"env={env}", ValueError, AssertionError):  # unknown, or not for two players
             limit = self._replay(self.example_task, ()).max_turns
@@ -77,3 +79,11 @@ class TextArena(Game):
             return env.state
         finally:
             random.setstate(before)
+
+
+def _require_package() -> None:
+    """UserError unless the package is installed. Its name finds this file too, so `utils.require` is no help."""
+    try:
+        importlib.metadata.version("textarena")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError("the package textarena is missing: pip install textarena==0.7.4") from None

@@ -1,10 +1,13 @@
-"""Guess My City, 20 Questions with places: the guesser asks, the answerer describes his city."""
+"""Guess My City, 20 Questions with places: the guesser asks, the answerer describes his city.
+
+--game tools/examples/guess_my_city.py:GuessMyCity, with the tasks in tools/examples/cities.txt.
+"""
 
 import re
+from pathlib import Path
 
 from tools.games.game import History, Outcome, whole_word
 from tools.games.twenty_questions import ANSWERER, FOUND, GUESSER, NOT_FOUND, TwentyQuestions
-from utils import ROOT
 
 NAMED = "answerer names the place"
 
@@ -13,7 +16,7 @@ class GuessMyCity(TwentyQuestions):
     """A task is `City, Country, Region`; a guess may name the city alone or with the country."""
 
     name, title = "guess_my_city", "Guess My City"
-    prompt_file = ROOT / "configs" / "prompts" / "guess_my_city.json"
+    prompt_file = Path(__file__).with_suffix(".json")
     outcomes = (
         Outcome(FOUND, points=(1.0, 1.0)),
         Outcome(NAMED, breach=True, points=(0.0, 0.0)),
