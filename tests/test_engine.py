@@ -1,7 +1,6 @@
 """The engines: the slot engine gives the replies of plain `generate`, in however little memory."""
 
 import copy
-import hashlib
 import random
 
 import pytest
@@ -229,21 +228,19 @@ def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
 # Draws.
 
 
-@pytest.mark.parametrize(
-    "blocks, lengths, digest",
-    [
-        (999, [60, 60, 14, *[60] * 13, 14, *[60] * 5, 38, 60], "5660fc9c985d25a4"),
-        (9, [60, 60, 56, 60, 60, 60, 47, 60, 60, 60, 14, 2, *[60] * 6, 54, *[60] * 4, 28], "c787f37252c5aaaf"),
-    ],
-)
-def test_drawn_replies_are_the_recorded_ones(blocks, lengths, digest):
-    """The order in which slots draw is part of the result of a seed. With 9 blocks, two requests are preempted."""
-    local = llama(sampling(task_type=SAMPLING, max_new_tokens=60))
-    engine = SlotEngine(local, 6, blocks * BLOCK)
-    torch.manual_seed(1)
-    replies = [reply for prompts in conversation(games=8, turns=3) for reply in answer(engine, prompts)]
-    assert [reply.tokens for reply in replies] == lengths
-    assert hashlib.sha256("\n".join(reply.text for reply in replies).encode()).hexdigest()[:16] == digest
+@pytest.mark.parametrize("blocks", [999, 9])
+def test_the_same_seed_draws_the_same_replies_and_another_one_others(blocks):
+    """With 9 blocks, two requests are preempted."""
+
+    def drawn(seed: int) -> list[str]:
+        local = llama(sampling(task_type=SAMPLING, max_new_tokens=60))
+        engine = SlotEngine(local, 6, blocks * BLOCK)
+        torch.manual_seed(seed)
+        return [reply.text for prompts in conversation(games=8, turns=3) for reply in answer(engine, prompts)]
+
+    replies = drawn(1)
+    assert drawn(1) == replies != drawn(2)
+    assert len(set(replies)) > len(replies) / 2
 
 
 @pytest.mark.parametrize(
