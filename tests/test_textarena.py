@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import random
 import re
+import sys
 
 import pytest
 from helpers import ROOT
@@ -83,10 +84,27 @@ def test_winners_are_those_of_textarena_itself(env):
     assert breaches < 12
 
 
-@pytest.mark.parametrize("env", ["TicTacToe", "Taboo-v0"])  # without its version; for four players
-def test_an_environment_that_cannot_be_played_is_one_line(env):
-    with pytest.raises(UserError, match=f"env={env}: (Environment|Taboo)"):
+NEW_PYTHON = pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 and newer can read its code")
+
+
+@pytest.mark.parametrize(
+    "env, error",
+    [
+        ("TicTacToe", "TicTacToe-raw not found"),  # without its version
+        ("Taboo-v0", "at least 4 players"),
+        pytest.param("Chess-v0", "cannot read its code.*take Python 3.12 or newer", marks=NEW_PYTHON),
+        ("Klondike-v0", "cannot read its code .*another environment"),
+        ("DontSayIt-v0", "python -m nltk.downloader words"),
+        ("UsedCar-v0-balanced", "No module named 'textarena.envs.UsedCar'.*take another environment"),
+        ("ScorableGames-v0", "Game configuration directory not found.*take another environment"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_one_line_that_says_what_helps(env, error, monkeypatch):
+    monkeypatch.setattr("nltk.data.path", [])
+    monkeypatch.setattr("nltk.download", lambda *args, **options: False)
+    with pytest.raises(UserError, match=f"env={env}: .*{error}") as raised:
         load_game(TEXTARENA_FILE, env=env)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_player_sees_its_own_card_and_not_the_others():

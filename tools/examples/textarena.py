@@ -7,12 +7,15 @@ with the seed, then takes one step for each message.
 import importlib.metadata
 import math
 import random
+import re
+import sys
 from pathlib import Path
 
 from tools.games.game import Game, History, Outcome
 from utils import UserError, user_errors
 
 ZERO, ONE = "player_zero", "player_one"
+NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")  # in the message of NLTK's LookupError
 
 
 class TextArena(Game):
@@ -34,8 +37,7 @@ class TextArena(Game):
     def __init__(self, env: str):
         _require_package()
         self.env, self.name, self.title = env, f"{self.name}:{env}", env
-        with user_errors(f"env={env}", ValueError, AssertionError):  # unknown, or not for two players
-            limit = self._replay(self.example_task, ()).max_turns
+        limit = self._first_state().max_turns
         if limit:  # in messages; some environments take one more
             self.max_turns = math.ceil((limit + 1) / 2)
 
@@ -62,6 +64,24 @@ class TextArena(Game):
         winner, loser = (0, 1) if state.rewards[0] > state.rewards[1] else (1, 0)
         invalid = state.game_info[loser].get("invalid_move")
         return f"{self.roles[loser]} errs" if invalid else f"{self.roles[winner]} wins"
+
+    def _first_state(self):
+        """TextArena's state before the first message. UserError if this environment cannot be played here."""
+        where = f"env={self.env}"
+        try:
+            with user_errors(where, ValueError, AssertionError):  # unknown, or not for two players
+                return self._replay(self.example_task, ())
+        except SyntaxError as error:  # most of these files use f-strings as Python 3.12 reads them
+            why = f"Python {sys.version_info.major}.{sys.version_info.minor} cannot read its code ({error})"
+            raise UserError(f"{where}: {why}; take Python 3.12 or newer, or another environment") from None
+        except (ImportError, OSError) as error:  # a module or a text file that the package on PyPI lacks
+            why = f"a part of it is missing ({error})"
+            raise UserError(f"{where}: {why}; take another environment, or install that part") from None
+        except LookupError as error:
+            if (missing := NLTK_DATA.search(str(error))) is None:
+                raise
+            data = missing[1]
+            raise UserError(f"{where}: its data of NLTK are missing: python -m nltk.downloader {data}") from None
 
     def _replay(self, task: str, history: History):
         """TextArena's state after these messages. The global random state is left as it was."""
