@@ -17,18 +17,8 @@ from transformers import GenerationConfig
 from tools.engine.flags import EngineFlags
 from tools.engine.state import TorchState
 from tools.games.chat import ChatTemplate
-from tools.players.player import (
-    LENGTH,
-    STOP,
-    THOUGHT_BEGINS,
-    THOUGHT_ENDS,
-    Player,
-    Reply,
-    Sampling,
-    Turn,
-    draw_seed,
-    split_thought,
-)
+from tools.games.prompts import ALL_THOUGHT_TAGS
+from tools.players.player import LENGTH, STOP, Player, Reply, Sampling, Turn, draw_seed
 from utils import (
     Positions,
     check_gpus,
@@ -90,14 +80,16 @@ class Codec:
         thinking = self.sampling.thinking
         ids = [token for token in ids[:end] if not thinking or token not in self.unseen_ids]
         text = self.tokenizer.decode(ids, skip_special_tokens=not thinking, clean_up_tokenization_spaces=False)
-        thought, message = split_thought(text) if thinking else ("", text)
-        return Reply(message, LENGTH if end is None else STOP, tokens, prompt_cut, thought or None)
+        finish_reason = LENGTH if end is None else STOP
+        if thinking:
+            return Reply.read(text, finish_reason, tokens, prompt_cut)
+        return Reply(text, finish_reason, tokens, prompt_cut)
 
     @functools.cached_property
     def unseen_ids(self) -> set[int]:
         """The special tokens but for the tags of thoughts, which are special in some tokenizers."""
         tokens = self.tokenizer.added_tokens_decoder.items()
-        return {index for index, token in tokens if token.special and str(token) not in THOUGHT_BEGINS + THOUGHT_ENDS}
+        return {index for index, token in tokens if token.special and str(token) not in ALL_THOUGHT_TAGS}
 
 
 class LocalModel:

@@ -21,6 +21,9 @@ CHAT_INVERSE = "chat_inverse"
 ALPACA = "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
+# What begins and what ends a private thought, in prompts and in replies.
+THOUGHT_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
+ALL_THOUGHT_TAGS = frozenset({*THOUGHT_TAGS, *THOUGHT_TAGS.values()})
 
 Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
 

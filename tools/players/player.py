@@ -15,8 +15,8 @@ STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
 SCRIPTED = "scripted:"  # begins the name of a player that is a function
 SAMPLING, TESTING = "sampling", "testing"  # tokens are drawn at random, or the likeliest token is taken each time
-THOUGHT_BEGINS = ("<think>", "<thinking>", "[THINK]")
-THOUGHT_ENDS = ("</think>", "</thinking>", "[/THINK]")
+OPENING_TAGS = tuple(prompts.THOUGHT_TAGS)
+CLOSING_TAGS = tuple(prompts.THOUGHT_TAGS.values())
 
 
 @dataclass(frozen=True)
@@ -90,24 +90,56 @@ class Reply:
     prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
     thought: str | None = None  # up to and including its closing tag; the other player never reads it
 
+    @classmethod
+    def read(
+        cls, written: str, finish_reason: str, tokens: int | None, prompt_cut: bool = False, *, needs_tag: bool = False
+    ) -> "Reply":
+        """The reply of a player that thinks, from all that it wrote. `needs_tag` as in `split_thought`."""
+        thought, text = split_thought(written, needs_tag=needs_tag)
+        return cls(text, finish_reason, tokens, prompt_cut, thought or None)
+
+    def stored(self) -> dict:
+        """The reply as episodes hold it. Without a thought, its text is the message in the history."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        if self.thought is None:
+            del fields["text"]
+        return fields
+
 
 def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
     """The thought that begins a text, up to and including the last closing tag, and the message after it ("" if none).
 
     With `needs_tag`, a text without any tag is a message; otherwise its thought has begun in the prompt.
     """
-    if needs_tag and not any(tag in text for tag in THOUGHT_BEGINS + THOUGHT_ENDS):
+    if needs_tag and not any(tag in text for tag in prompts.ALL_THOUGHT_TAGS):
         return "", text
-    ends = [text.rfind(tag) + len(tag) for tag in THOUGHT_ENDS if tag in text]
+    ends = [text.rfind(tag) + len(tag) for tag in CLOSING_TAGS if tag in text]
     end = max(ends, default=len(text))
-    if any(tag in text[end:] for tag in THOUGHT_BEGINS):
+    if any(tag in text[end:] for tag in OPENING_TAGS):
         end = len(text)
     return text[:end], text[end:]
 
 
-def thought_without(special: frozenset[str], thought: str) -> str:
-    """A thought without these texts. Its tags stay, which are special tokens in some tokenizers."""
-    return without(special - {*THOUGHT_BEGINS, *THOUGHT_ENDS}, thought)
+def join_thought(thought: str, text: str) -> str:
+    """What a player wrote: the inverse of `split_thought`."""
+    return thought + text
+
+
+def thought_is_open(stored: Mapping) -> bool:
+    """Whether a stored reply is a thought without its closing tag, so that its message is empty."""
+    return "thought" in stored and not stored["thought"].endswith(CLOSING_TAGS)
+
+
+def reply_without(special: frozenset[str], stored: dict) -> dict:
+    """A stored reply whose thought and text hold none of these texts.
+
+    The tags of the thought stay: in some tokenizers they are special tokens.
+    """
+    match stored:
+        case {"thought": str(thought), "text": str(text)}:
+            special_but_tags = special - prompts.ALL_THOUGHT_TAGS
+            return {**stored, "thought": without(special_but_tags, thought), "text": without(special, text)}
+    return stored
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
@@ -145,5 +177,4 @@ class ScriptedPlayer(Player):
     async def reply(self, turn: Turn) -> Reply:
         chosen = self.choose(turn)
         text = await chosen if inspect.isawaitable(chosen) else chosen
-        thought, message = split_thought(text, needs_tag=True) if self.thinking else ("", text)
-        return Reply(message, STOP, 0, thought=thought or None)
+        return Reply.read(text, STOP, 0, needs_tag=True) if self.thinking else Reply(text, STOP, 0)

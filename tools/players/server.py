@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import ssl
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from tools.flags import flag
@@ -17,7 +18,7 @@ from tools.players.player import (
     Sampling,
     Turn,
     draw_seed,
-    split_thought,
+    join_thought,
 )
 from utils import UserError, printable, require, user_errors, warn_on_rank_0, whole_characters
 
@@ -173,25 +174,35 @@ class ServerPlayer(Player):
         if reason in REFUSALS:  # a verdict on this one reply; it does not count as a server that gives none
             raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
         message = choice["message"] if self.chat else {"content": choice["text"]}
-        thought = message.get("reasoning_content") or message.get("reasoning") or _join(message["content"], "thinking")
-        if self.flags.thinking and not isinstance(thought, str):
-            raise ValueError("its reasoning is no text")
-        text = _join(message["content"], "text")
-        if self.flags.thinking and thought:  # the server has taken the tags away
-            text = f"<think>{thought}" if reason in CUTS and not text else f"<think>{thought}</think>{text}"
-        elif self.chat and not self.flags.thinking:
-            _, text = split_thought(text, needs_tag=True)
-        text = whole_characters(text)
-        if self.chat and not text.strip():
-            raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
-        if self.flags.thinking:
-            # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
-            thought, text = split_thought(text, needs_tag=self.chat and reason not in CUTS)
-        else:
-            thought = ""
+        is_cut = reason in CUTS
+        finish_reason = LENGTH if is_cut else STOP
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         tokens = tokens if isinstance(tokens, int) else None
-        return Reply(text, LENGTH if reason in CUTS else STOP, tokens, thought=thought or None)
+        written = whole_characters(self._written(message, is_cut))
+        if self.flags.thinking:
+            # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
+            reply = Reply.read(written, finish_reason, tokens, needs_tag=self.chat and not is_cut)
+        elif self.chat:
+            reply = replace(Reply.read(written, finish_reason, tokens, needs_tag=True), thought=None)
+        else:
+            reply = Reply(written, finish_reason, tokens)
+        if self.chat and not join_thought(reply.thought or "", reply.text).strip():
+            raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
+        return reply
+
+    def _written(self, message: Mapping, is_cut: bool) -> str:
+        """What the model wrote. With `thinking`, reasoning that the server holds apart stands in tags before it."""
+        content = message["content"]
+        text = _join(content, "text")
+        if not self.flags.thinking:
+            return text
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or _join(content, "thinking")
+        if not isinstance(reasoning, str):
+            raise ValueError("its reasoning is no text")
+        if not reasoning:
+            return text
+        is_open = is_cut and not text
+        return join_thought(f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>", text)
 
     def _failure(self, status: int | None, said: str) -> Exception:
         """The exception for what a server said, in one line without the key: UserError ends the run."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypedDict
 
 from tools.games.game import Game
-from tools.players.player import LENGTH, THOUGHT_ENDS
+from tools.players.player import LENGTH, thought_is_open
 from utils import barrier, on_rank_0, rank, world_size, write_json, write_records
 
 UNFINISHED = 3  # exit status if games are missing that the same command can play
@@ -146,11 +146,6 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
 def new_tokens(episode: Mapping) -> int:
     """The tokens of a game's replies, as far as they are known: a server may not count them."""
     return sum(reply.get("tokens") or 0 for reply in episode.get("replies") or ())
-
-
-def thought_is_open(reply: Mapping) -> bool:
-    """Whether a reply is a thought without its closing tag, so that its message is empty."""
-    return "thought" in reply and not reply["thought"].endswith(THOUGHT_ENDS)
 
 
 def _open_to_append(path: Path) -> BinaryIO:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -16,8 +15,8 @@ from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.flags import PlayFlags
 from tools.players.make import NoteEngines, make_players
-from tools.players.player import STOP, Player, Reply, ReplyUnavailable, Turn, thought_without
-from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens, thought_is_open
+from tools.players.player import STOP, Player, ReplyUnavailable, Turn, reply_without, thought_is_open
+from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens
 from utils import INTERRUPTED, UserError, printable, rank, without, world_size
 
 logger = logging.getLogger(__name__)
@@ -46,12 +45,9 @@ async def play_game(
         role = game.next_role(task, history)
         secrets = game.secrets(role, task, history)
         turn = Turn(game, role, tuple(history), max_turns, index, secrets, templates)
-        reply = reply_without(special, await players[role].reply(turn))
-        history.append({"role": role, "content": reply.text.strip()})
-        stored = {key: value for key, value in vars(reply).items() if value is not None}
-        if reply.thought is None:  # the text is the message in the history
-            del stored["text"]
-        replies.append(stored)
+        reply = await players[role].reply(turn)
+        history.append({"role": role, "content": without(special, reply.text).strip()})
+        replies.append(reply_without(special, reply.stored()))
     outcome, length = game.judge(history, task, max_turns)
     return {
         "index": index,
@@ -68,12 +64,6 @@ async def play_game(
 def special_texts_of(players: Mapping[str, Player]) -> frozenset[str]:
     # A player needs no more than `reply`.
     return frozenset().union(*(getattr(player, "special_texts", ()) for player in players.values()))
-
-
-def reply_without(special: frozenset[str], reply: Reply) -> Reply:
-    """A reply whose message and thought hold none of these texts."""
-    thought = None if reply.thought is None else thought_without(special, reply.thought)
-    return replace(reply, text=without(special, reply.text), thought=thought)
 
 
 async def play_games(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from tools.flags import flag
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
-from tools.players.player import thought_without
+from tools.players.player import join_thought, reply_without
 from tools.selfplay.rewards import (
     Result,
     RewardFlags,
@@ -142,19 +142,16 @@ def game_rows(
 def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
     """An episode whose messages and thoughts hold none of these texts, as one that `play_game` returns."""
     history = [message | {"content": without(special, message["content"])} for message in episode["history"]]
-    replies = []
-    for reply in episode.get("replies") or ():
-        match reply:
-            case {"thought": str(thought), "text": str(text)}:
-                reply = {**reply, "thought": thought_without(special, thought), "text": without(special, text)}
-        replies.append(reply)
+    replies = [reply_without(special, reply) for reply in episode.get("replies") or ()]
     return {**episode, "history": history, "replies": replies}
 
 
 def thoughtful_target(episode: Mapping, index: int) -> Row:
     """The target of a message whose reply has a thought, exactly as the model wrote both; {} without a thought."""
     reply = episode["replies"][index] if episode.get("replies") else {}
-    return {"target": reply["thought"] + reply["text"], "thought": True} if "thought" in reply else {}
+    if "thought" not in reply:
+        return {}
+    return {"target": join_thought(reply["thought"], reply["text"]), "thought": True}
 
 
 def assign_rewards(
