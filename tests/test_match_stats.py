@@ -7,7 +7,15 @@ from scripted import messages
 
 from tools.games import load_game
 from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
-from tools.measure.estimates import clustered_standard_error, estimate, mean_difference, t_quantile, wilson
+from tools.measure.estimates import (
+    clustered_standard_error,
+    estimate,
+    holm,
+    mean_difference,
+    student,
+    t_quantile,
+    wilson,
+)
 from tools.measure.matches import ALL, BOTH, result_rows
 
 TABOO = load_game("taboo")
@@ -44,6 +52,17 @@ def test_the_interval_of_a_difference_is_students_over_words():
     error = clustered_standard_error([2, 2, 4], [2, -1, 3])
     assert mean == 4 / 8 and (low + high) / 2 == pytest.approx(mean)
     assert (high - low) / 2 == pytest.approx(4.302653 * error)
+
+
+def test_intervals_and_p_values_of_independent_values_are_students_and_holm_adjusts_p_values():
+    # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303; t = 10.39, p = 0.00913.
+    mean, interval, p = student([0.5, 0.6, 0.7])
+    assert (mean, p) == (pytest.approx(0.6), pytest.approx(0.00913, abs=1e-5))
+    assert interval == pytest.approx([0.3516, 0.8484], abs=1e-4)
+    assert math.isnan(student([0.55 - 0.5, 0.6 - 0.55])[2])  # equal up to rounding
+    assert student([0.5])[:2] == (0.5, None) and student([0.5, 0.5])[:2] == (0.5, None)
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.04, math.nan]) == pytest.approx([0.08, math.nan], nan_ok=True)
 
 
 def game(attacker, defender, outcome, word="a", *, words="played", seed=0, texts=("x", "y"), length=2):

@@ -1,7 +1,7 @@
-"""Studies: what is kept of finished loops, tables over seeds, the script that runs all, stored results."""
+"""Studies: what is kept of finished loops, the table over seeds, the program that runs all, stored results."""
 
 import contextlib
-import math
+import functools
 import re
 import signal
 import sys
@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, call, descendants, finish, start, wait_for
 
-from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
-from tools.lab import collect, preparations, study, table
-from tools.lab.table import holm, student
-from tools.measure.estimates import MEAN, markdown
+from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, TIED, Taboo
+from tools.lab import preparations, study, table
+from tools.measure.estimates import holm, markdown, student, with_interval
 from tools.measure.match_text import write_results
-from tools.measure.reasoning_table import Score, score_rows
 from tools.selfplay.episodes import summary
 from utils import UserError, read_json, read_words, write_json, write_records, write_words
 
@@ -29,7 +27,6 @@ def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), set
     """A finished loop. `wins` are the games of 100 that imitation and the models of two epochs win as attackers."""
     settings = {"seed": seed, "output": str(folder), "words": f"{folder.parent}/words.txt", **settings}
     write_json(folder / "settings.json", {"format": 2, "settings": settings, "made_by": {"spag": "abc123"}})
-    folder.with_name(f"{folder.name}.finished").touch()
     for epoch, won in enumerate(wins[1:], start=1):
         name, place = f"epoch{epoch}", folder / f"epoch{epoch}"
         write_json(place / "model/trainer_state.json", {"global_step": 16})
@@ -51,35 +48,35 @@ def games(wins: int, attacker: str = "", defender: str = "") -> list[dict]:
 
 def add_benchmark(folder: Path, percents: dict[str, float]) -> None:
     """The score of each model, by name."""
-    scores = {model: {"PIQA": Score(percent, 5.0, {})} for model, percent in percents.items()}
-    write_json(folder / "reasoning/results.json", {"results": score_rows(scores, "imitation", ["PIQA"])})
+    rows = [{"model": model, "benchmark": "PIQA", "value": percent} for model, percent in percents.items()]
+    write_json(folder / "reasoning/results.json", {"results": rows})
 
 
 def add_belief(folder: Path, shares: dict[str, float]) -> None:
-    """Results of tools/evaluate_belief.py: the share of each model after the last hint, among other rows."""
+    """Results of tools/evaluate_belief.py: the share of each model after the last hint, and before the first one."""
     for model, value in shares.items():
-        row = {"model": model, "hints": "last", "games": 20, "candidates": 40}
+        row = {"model": model, "hints": "last", "candidates": 40}
         row |= {"share": value, "rank_1": 0.5, "tempered": value / 2}
         write_json(folder / model / "belief/belief.json", {"table": [row, row | {"hints": 0, "share": -9.0}]})
-        old = {"model": model, "hints": "last", "knowledge": 9.0}  # a measure that was given up
-        write_json(folder / model / "old/belief.json", {"table": [old]})
 
 
 @pytest.fixture
-def seeds(tmp_path) -> list[Path]:
-    """The folders of two seeds, each with the arms released and detached."""
+def seeds(tmp_path) -> list[dict]:
+    """The numbers of two seeds, each with the arms released and detached."""
+    written = []
     for seed, released, detached in ((1, (50, 55, 60), (50, 60, 70)), (2, (52, 56, 64), (52, 62, 66))):
-        make_loop(tmp_path / f"seed{seed}/released", seed, released)
-        make_loop(tmp_path / f"seed{seed}/detached", seed, detached, {"training.detach_kl": "True"})
-    return [tmp_path / "seed1", tmp_path / "seed2"]
+        folder = tmp_path / f"seed{seed}"
+        make_loop(folder / "released", seed, released)
+        make_loop(folder / "detached", seed, detached, {"training.detach_kl": "True"})
+        add_belief(folder / "released", {"base": -5.5, "epoch1": -4.0, "epoch2": -2.0})
+        add_belief(folder / "detached", {"base": -5.5, "epoch1": -3.0, "epoch2": -2.0 + seed})
+        add_benchmark(folder / "released", {"imitation": 50, "epoch1": 55, "epoch2": 56 + 4 * seed})
+        table.collect(folder, ["released", "detached"])
+        written.append(read_json(folder.with_suffix(".json")))
+    return written
 
 
-def collected(folder: Path) -> Path:
-    call(collect.main, folder)
-    return folder.with_suffix(".json")
-
-
-def tables(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
+def sections(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
     """The tables of a text in Markdown by title: lines by their first three cells, cells by column."""
     read = {}
     for title, block in re.findall(r"^## (.*)\n\n((?:\|.*\n)+)", text, flags=re.MULTILINE):
@@ -88,148 +85,184 @@ def tables(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
     return read
 
 
-def table_of(*results, flags=(), status: int = 0):
-    return call(table.main, "--results", *results, *flags, status=status)
-
-
-def over_two(one: float, other: float, form: str) -> str:
+def over_two(one: float, other: float, form: str = ".3f") -> str:
     mean, half = (one + other) / 2, T * abs(one - other) / 2
     return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
 
-def test_seeds_are_kept_and_their_tables_compare_arms_seed_by_seed(seeds):
-    for seed, change in zip(seeds, (0, 1), strict=True):
-        add_belief(seed / "released", {"base": -5.5, "epoch1": -4.0, "epoch2": -2.0})
-        add_belief(seed / "detached", {"base": -5.5, "epoch1": -3.0, "epoch2": -1.0 + change})
-        add_benchmark(seed / "released", {"imitation": 50, "epoch1": 55, "epoch2": 60 + 4 * change})
-    flags = ["--primary", "share among 40", "detached", "released", "--minus", "points", "detached", "released"]
-    flags += ["--primary", "points", "detached", "typo"]
-    flags += ["--minus", "share among 41", "detached", "released"]
-    shown = tables(table_of(*map(collected, seeds), flags=flags).output)
+def test_a_table_has_the_mean_over_seeds_of_each_number_by_arm_and_epoch(seeds):
+    means = sections(table.table_text(seeds, [], []))["Means over seeds"]
+    means = {key: (line["mean"], line["seeds"]) for key, line in means.items()}
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
-    points = shown["Points against imitation"]
-    assert points["released", "2", "2"]["as attacker"] == over_two(0.6, 0.64, ".3f")
-    assert points["released", "2", "2"]["as defender"] == over_two(0.4, 0.36, ".3f")
-    assert points["detached", "1", "2"]["points"] == "0.500"
-    gaps = shown["Differences, paired by seed"]
-    assert gaps["points", "detached", "released"]["difference"] == "+0.000"
-    assert gaps["share among 41", "detached", "released"]["difference"] == "-"
-    primary = shown["Primary comparisons"]
-    assert primary["points", "detached", "typo"]["difference"] == "-"
-    assert primary["share among 40", "detached", "released"]["difference"] == over_two(1, 2, "+.3f")
-    assert shown["Self-play"]["imitation", "0", "2"][ATTACKER_WINS] == over_two(0.5, 0.52, ".3f")
-    guesses = shown["Guesses after recorded hints"]["base", "0", "2"]
-    assert (guesses["share among 40"], guesses["rank 1 among 40"]) == ("-5.500", "0.500")
-    assert guesses["tempered share among 40"] == "-2.750"
-    by_hints = shown["Guesses by number of recorded hints"]["base", "0", "2"]
-    assert (by_hints["share among 40, 0 hints"], by_hints["games among 40, 0 hints"]) == ("-9.000", "20.000")
-    assert "Belief on recorded games" not in shown
-    assert shown["Reasoning benchmarks"]["released", "2", "2"]["PIQA"] == over_two(60, 64, ".2f")
-    arm = shown["Arms"]["detached", "training.detach_kl=True", "2"]
-    assert (arm["steps"], arm["rows"], arm["commits"]) == ("32", "2000", "abc123")
-    assert read_json(collected(seeds[0]))["arms"]["released"]["settings"]["words"] == "{folder}/words.txt"
-    of_one = tables(table_of(collected(seeds[0])).output)["Reasoning benchmarks"]["released", "2", "1"]
-    assert of_one["PIQA"] == of_one[MEAN] == "60.00 ± 5.00"
+    assert means["as attacker", "released", "2"] == (over_two(0.6, 0.64), "2")
+    assert means["as defender", "released", "2"] == (over_two(0.4, 0.36), "2")
+    assert means["points", "detached", "1"] == ("0.500", "2")
+    assert means[ATTACKER_WINS, "imitation", "0"] == (over_two(0.5, 0.52), "2")
+    assert means["share among 40", "base", "0"] == ("-5.500", "2")
+    assert means["share among 40, 0 hints", "base", "0"] == ("-9.000", "2")
+    assert means["rank 1 among 40", "released", "1"] == ("0.500", "2")
+    assert means["PIQA", "released", "2"] == (over_two(60, 64, ".1f"), "2")
+    assert (means["steps", "detached", "2"][0], means["rows", "detached", "2"][0]) == ("32.0", "2000.0")
 
 
-def test_runs_of_an_arm_with_other_settings_are_refused_by_name(seeds):
-    first, second = collected(seeds[0]), seeds[1] / "detached"
-    free = {"training.detach_kl": "True", "match.seeds": ["2"], "like": "x", "training.save_steps": "9", "epochs": 9}
-    make_loop(second, 2, settings=free)
-    table_of(first, collected(seeds[1]))
-    make_loop(second, 2, settings={"training.detach_kl": "False"})
-    refused = table_of(first, collected(seeds[1]), status=2).errors
-    assert "seed 2, detached: training.detach_kl: True then, False now" in refused
-    for name in ("match.words", "training.per_device_train_batch_size"):
-        make_loop(second, 2, settings={"training.detach_kl": "True", name: "other"})
-        assert f"{name}: None then, other now" in table_of(first, collected(seeds[1]), status=2).errors
-    assert "two runs of released with seed 1" in table_of(first, first, status=2).errors
+def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_values_by_holm(seeds):
+    primary = [["share among 40", "detached", "released"], ["as attacker", "detached", "released"]]
+    minus = [["points", "detached", "released"], ["as attacker", "released", "base"]]
+    minus += [["share among 40", "detached", "base"], ["share among 40", "detached", "typo"]]
+    shown = sections(table.table_text(seeds, primary, minus))
+    declared = shown["Primary comparisons"]
+    shares = declared["share among 40", "detached", "released"]
+    assert (shares["epoch"], shares["difference"]) == ("2", over_two(1, 2, "+.3f"))
+    assert shares["of each seed"] == "+1.000, +2.000"
+    wins = declared["as attacker", "detached", "released"]
+    assert wins["difference"] == over_two(0.1, 0.02, "+.3f")
+    assert (shares["p by Holm"], wins["p by Holm"]) == (
+        "0.410",
+        "0.410",
+    )  # p is 0.205 and 0.374; twice the smaller is the larger
+    further = shown["Further comparisons"]
+    assert further["share among 40", "detached", "base"]["difference"] == over_two(4.5, 5.5, "+.3f")
+    points = further["points", "detached", "released"]
+    assert (points["difference"], points["p"]) == ("+0.000", "-")
+    assert further["share among 40", "detached", "typo"]["difference"] == "-"
+    assert further["as attacker", "released", "base"]["difference"] == "-"
 
 
-def test_the_folder_of_a_loop_is_replaced_only_where_a_path_begins(tmp_path, monkeypatch):
+def test_a_comparison_is_after_the_last_epoch_that_both_arms_have_in_all_their_seeds(seeds):
+    del seeds[1]["arms"]["detached"]["epochs"]["2"]
+    gaps = table.paired(table.to_frame(seeds), "as attacker", "detached", "released")
+    assert gaps.name == 1 and gaps.tolist() == pytest.approx([0.05, 0.06])
+    del seeds[1]["arms"]["detached"]
+    gaps = table.paired(table.to_frame(seeds), "as attacker", "detached", "released")
+    assert gaps.name == 2 and gaps.tolist() == pytest.approx([0.1])
+
+
+def test_the_file_of_a_seed_has_settings_and_commit_and_tells_no_folder_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"rewards.decay_weight": "0.8", "model": f"x{tmp_path}/m", "epochs": 3}
-    values |= {"match.words": [f"a={tmp_path}/a.txt", "b=./b.txt"], "rewards.shape": f"{ROOT}/shape.py:shape"}
-    settings = collect.read_loop("arm", make_loop(Path("loop"), 1, settings=values))["arms"]["arm"]["settings"]
-    values |= {"match.words": ["a={folder}/a.txt", "b={folder}/b.txt"], "rewards.shape": "shape.py:shape"}
-    assert settings == values | {"seed": 1, "output": "loop", "words": "{folder}/words.txt"}
-
-
-def test_a_loop_of_the_shell_script_still_has_a_table_and_another_folder_is_refused_in_one_line(tmp_path):
-    older, other = make_loop(tmp_path / "older", 1), make_loop(tmp_path / "other", 1)
-    settings = {"SEED": "1", "DETACH_KL": "True"}
-    write_json(older / "settings.json", {"settings": settings, "made_by": {"spag": "abc123"}})
-    write_json(other / "settings.json", {"settings": {"lm_kl_coeff": 0.1}, "finished": True})
-    assert collect.read_loop("older", older)["seed"] == 1
-    assert "## Arms" in table_of(f"older={older}").output
-    assert f"{other}: its settings.json" in table_of(f"other={other}", status=2).errors
-
-
-def test_loops_are_given_by_their_folders_too(seeds):
-    named = [f"{arm}={folder}/{arm}" for folder in seeds for arm in ("released", "detached")]
-    assert table_of(*named).output == table_of(*map(collected, seeds)).output
-
-
-def test_a_loop_without_an_ended_epoch_and_a_file_of_something_else_are_one_line(tmp_path):
-    make_loop(tmp_path / "begun", seed=1, wins=(50,))
-    write_json(tmp_path / "other.json", {"results": []})
-    begun, other = f"spag={tmp_path / 'begun'}", tmp_path / "other.json"
-    for name, message in ((begun, "no epoch of these loops"), (other, "other.json: not the results of a seed")):
-        errors = call(table.main, "--results", name, status=2).errors
-        assert message in errors and "Traceback" not in errors
+    values |= {"match.words": [f"a={tmp_path}/seed3/a.txt", "b=seed3/b.txt"], "prompt_templates": f"{ROOT}/p.json"}
+    make_loop(Path("seed3/arm"), 3, settings=values)
+    table.collect(Path("seed3"), ["arm"])
+    seed = read_json("seed3.json")
+    values |= {"match.words": ["a={folder}/a.txt", "b={folder}/b.txt"], "prompt_templates": "p.json"}
+    expected = values | {"seed": 3, "output": "{folder}/arm", "words": "{folder}/words.txt"}
+    assert seed["seed"] == 3 and seed["arms"]["arm"]["settings"] == expected
+    assert seed["arms"]["arm"]["made"] == {"spag": "abc123"}
 
 
 def test_a_bar_in_a_name_stays_in_its_cell():
     assert markdown([["a|b", 1]]).splitlines()[0] == "| a\\|b | 1 |"
 
 
-def test_intervals_and_p_values_are_students_and_primary_ones_are_adjusted_by_holm():
-    # Mean 0.6, standard deviation 0.1, standard error 0.1 / sqrt(3), t(2) = 4.303; t = 10.39, p = 0.00913.
-    mean, interval, p = student([0.5, 0.6, 0.7])
-    assert (mean, p) == (pytest.approx(0.6), pytest.approx(0.00913, abs=1e-5))
-    assert interval == pytest.approx([0.3516, 0.8484], abs=1e-4)
-    assert math.isnan(student([0.55 - 0.5, 0.6 - 0.55])[2])  # equal up to rounding
-    assert student([0.5])[:2] == (0.5, None) and student([0.5, 0.5])[:2] == (0.5, None)
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
-    assert holm([0.04, math.nan]) == pytest.approx([0.08, math.nan], nan_ok=True)
+# Stored studies. Their seeds have numbers by table and column; their tables say what was compared.
 
-
-@pytest.mark.parametrize("world", ["tiny", "tiny_baseline", "hints", "english", "english_baseline"])
-def test_the_stored_tables_are_made_again_from_the_stored_seeds(world):
-    """Their own lines say which comparisons were asked for."""
-    text, flags = (ROOT / f"data/results/{world}/table.md").read_text(), []
-    for title, name in (("Primary comparisons", "--primary"), ("Differences, paired by seed", "--minus")):
-        for comparison in tables(text).get(title, ()):
-            flags += [name, *comparison]
-    assert table_of(*sorted((ROOT / f"data/results/{world}").glob("*.json")), flags=flags).output == text
-
-
-def test_every_number_of_the_results_stands_in_the_stored_tables():
-    stored = "".join(path.read_text() for path in (ROOT / "data").rglob("table.md"))
-    numbers = re.findall(r"[+-]?\b\d\.\d{2,3}\b", (ROOT / "data/RESULTS.md").read_text())
-    rounded = {"0.25", "-0.006", "-0.032", "+0.021", "-0.023", "-0.015", "+0.002", "-0.005", "+0.009"}
-    # These are a setting, and of two studies, tested below.
-    drawn = re.findall(r">(\d\.\d{3} \[.*?\])<", (ROOT / "data/points.svg").read_text())
-    assert len(drawn) == 6 and all(points in stored for points in drawn)
-    assert len(numbers) > 60 and {number for number in numbers if number not in stored} <= rounded
-
-
-@pytest.mark.parametrize(
-    "worlds, epoch, arm, other, seeds",
-    [
-        (("english", "english_baseline"), 2, "released", "sft", 6),
-        (("tiny", "hints"), 3, "released", "cloning", 16),
-        (("tiny", "hints"), 3, "detached", "cloning", 16),
-    ],
+STUDIES = ("tiny", "tiny_baseline", "hints", "english", "english_baseline")
+POOLED = (  # differences of points over the seeds of two studies: arm, other, epoch, number of seeds
+    (("english", "english_baseline"), "released", "sft", 2, 6),
+    (("tiny", "hints"), "released", "cloning", 3, 16),
+    (("tiny", "hints"), "detached", "cloning", 3, 16),
 )
-def test_differences_over_the_seeds_of_two_studies_are_the_ones_that_are_told(worlds, epoch, arm, other, seeds):
-    files = [path for world in worlds for path in (ROOT / f"data/results/{world}").glob("*.json")]
-    frame = table.to_frame(table.read_results(files))
-    points = frame[(frame.table == "Points against imitation") & (frame.column == "points") & (frame.epoch == epoch)]
-    by_arm = points.pivot(index="seed", columns="arm", values="value").dropna(subset=[arm, other])
-    mean, interval, _ = student((by_arm[arm] - by_arm[other]).tolist())
-    told = table.with_interval(mean, interval, "+.3f")
-    assert len(by_arm) == seeds and told in " ".join((ROOT / "data/RESULTS.md").read_text().split())
+BARE = (  # means that are told without an interval: study, measure, arm, epoch
+    ("tiny", "as attacker", "released", 3),
+    ("tiny", "as defender", "released", 3),
+    ("tiny", "held_out words", "released", 3),
+    ("tiny", "points", "sft", 3),
+    ("tiny", "points", "losers", 3),
+    ("tiny", "true hints", "losers_ties", 3),
+    ("tiny", "true hints", "detached_matched", 3),
+    ("hints", "as attacker", "released", 3),
+    ("hints", "as defender", "released", 3),
+    ("english", "MuTual", "base", 0),
+)
+COMPARISONS = ("Primary comparisons", "Differences, paired by seed")  # titles in the stored tables
+NO_RESULTS = {"0.25", "0.001"}  # a setting, and the bound of small p values
+
+
+@functools.cache
+def stored_frame(*studies: str):
+    """The numbers of stored seeds. A measure against another opponent than imitation is called COLUMN@OPPONENT."""
+    seeds = []
+    for name in studies:
+        for path in (ROOT / f"data/results/{name}").glob("*.json"):
+            seed = read_json(path)
+            for run in seed["arms"].values():
+                run["epochs"] = {epoch: by_measure(tables) for epoch, tables in run["epochs"].items()}
+            seeds.append(seed)
+    return table.to_frame(seeds)
+
+
+def by_measure(tables: Mapping[str, Mapping]) -> dict[str, float]:
+    numbers = {}
+    for title, columns in tables.items():
+        opponent = title.partition("Points against ")[2]
+        for column, value in columns.items():
+            measure = f"{column}@{opponent}" if opponent not in ("", "imitation") else column
+            numbers[measure] = value[0] if isinstance(value, list) else value  # a benchmark's, with its error
+    return numbers
+
+
+def stored_mean(name: str, measure: str, arm: str, epoch: int) -> float:
+    frame = stored_frame(name)
+    return frame[(frame.measure == measure) & (frame.arm == arm) & (frame.epoch == epoch)].value.mean()
+
+
+@functools.cache
+def figures_with_intervals() -> frozenset[str]:
+    """All means and declared differences of the stored studies as text, with two and with three decimals."""
+    figures = set()
+
+    def add(values: list[float], sign: str = "") -> None:
+        mean, interval, _ = student(values)
+        figures.update(with_interval(mean, interval, f"{sign}{form}") for form in (".2f", ".3f"))
+
+    for name in STUDIES:
+        for _, values in stored_frame(name).groupby(["measure", "arm", "epoch"]).value:
+            add(values.tolist())
+        for title in COMPARISONS:
+            for gaps in stored_gaps(name, title):
+                add(gaps, "+")
+    for studies, arm, other, epoch, number in POOLED:
+        frame = stored_frame(*studies)
+        gaps = table.paired(frame[frame.epoch == epoch], "points", arm, other).tolist()
+        assert len(gaps) == number
+        add(gaps, "+")
+    return frozenset(figures)
+
+
+def stored_gaps(name: str, title: str) -> list[list[float]]:
+    """The differences by seed for each line of a table of a stored study."""
+    compared = sections((ROOT / f"data/results/{name}/table.md").read_text()).get(title, ())
+    return [table.paired(stored_frame(name), *comparison).tolist() for comparison in compared]
+
+
+def bare_figures() -> set[str]:
+    """What is told without an interval, as text: some means, imitation's points against itself, and p values."""
+    means = [stored_mean(*each) for each in BARE]
+    for name in ("tiny", "hints"):
+        as_attacker = stored_mean(name, ATTACKER_WINS, "imitation", 0) + stored_mean(name, TIED, "imitation", 0) / 2
+        means += [as_attacker, 1 - as_attacker]
+    p_values = [student(gaps)[-1] for gaps in stored_gaps("english", "Differences, paired by seed")]
+    for name in STUDIES:
+        p_values += holm([student(gaps)[-1] for gaps in stored_gaps(name, "Primary comparisons")])
+    figures = {f"{mean:{form}}" for mean in means for form in (".2f", ".3f")}
+    return figures | {f"{p:.3f}" for p in p_values}
+
+
+TOLD = {
+    "README.md": (ROOT / "README.md").read_text().partition("## How it works")[0],
+    "data/RESULTS.md": (ROOT / "data/RESULTS.md").read_text(),
+    "data/points.svg": " ".join(re.findall(r">(\d\.\d{3} \[.*?\])<", (ROOT / "data/points.svg").read_text())),
+}
+NUMBER = r"[+-]?\b\d+\.\d{2,3}\b"
+
+
+@pytest.mark.parametrize("path, intervals", [("README.md", 5), ("data/RESULTS.md", 50), ("data/points.svg", 6)])
+def test_every_figure_of_the_results_is_that_of_the_stored_seeds(path, intervals):
+    text = " ".join(TOLD[path].split())
+    with_intervals = re.findall(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]", text)
+    assert len(with_intervals) >= intervals and set(with_intervals) - figures_with_intervals() == set()
+    bare = re.findall(NUMBER, re.sub(rf"{NUMBER} \[.*?\]", "", text))
+    assert set(bare) - bare_figures() - NO_RESULTS == set()
 
 
 # Studies. A stand-in for the loop notes its words and leaves what a loop leaves.
@@ -308,8 +341,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     again = call(study.main, arms, *flags).output
     assert [re.search(r"seed2/(\w+) like", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
     assert "seed 2: sft" in again and "released" not in again
-    imitation = read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]
-    assert imitation["Guesses after recorded hints"]["share among 40"] == -3.0
+    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["share among 40"] == -3.0
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
 

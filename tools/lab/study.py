@@ -3,7 +3,7 @@
     python -m tools.lab.study configs/arms/tiny.toml --output_dir outputs/tiny_study --seeds 20 21 22 --jobs 2
 
 What is finished is kept; the same command continues. After each arm OUTPUT_DIR/seedN.json holds the numbers of the
-seed, at the end OUTPUT_DIR/table.md those of all. tools/lab/README.md says what a file of arms holds.
+seed, at the end OUTPUT_DIR/table.md those of all these seeds. tools/lab/README.md says what a file of arms holds.
 """
 
 import json
@@ -22,11 +22,11 @@ from typing import Any, NoReturn, get_origin
 
 from tools.flags import build_parser, check_values, flag
 from tools.games.game import load_member
-from tools.lab import collect, table
+from tools.lab import table
 from tools.loop.keys import PROGRAMS, Loop, nearest, saying
 from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
-from utils import ROOT, UserError, read_text, run_program, user_errors, write_text
+from utils import ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
 
@@ -57,8 +57,8 @@ class Study:
     files: list[str] = field(default_factory=list)  # files of settings, which come before [all]
     prepare: str = ""  # a function that makes what the loops of a seed need
     after: str = ""  # a function that is called when a loop has ended
-    primary: list[list[str]] = field(default_factory=list)  # comparisons, as tools/lab/table.py has them
-    minus: list[list[str]] = field(default_factory=list)
+    primary: list[list[str]] = field(default_factory=list)  # comparisons, whose p values are adjusted by Holm's method
+    minus: list[list[str]] = field(default_factory=list)  # further comparisons
 
 
 def read_study(path: str, settings: Sequence[str]) -> Study:
@@ -75,7 +75,7 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
     if not study.arms or not all(isinstance(settings, dict) for settings in study.arms.values()):
         raise UserError(f"{path}: a study needs arms, which are tables such as [arms.released]")
     for comparison in study.primary + study.minus:
-        if len(comparison) != 3 or not {*comparison[1:]} <= {*study.arms, collect.BASE, collect.IMITATION}:
+        if len(comparison) != 3 or not {*comparison[1:]} <= {*study.arms, table.BASE, table.IMITATION}:
             raise UserError(f"{path}: {comparison}: expected [MEASURE, ARM, OTHER]; base and imitation are arms too")
     for arm in study.arms:
         with saying(f"{path}: [arms.{arm}]: "):
@@ -143,7 +143,7 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
     if study.prepare:
         of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
         run(function_command(study.prepare, folder=str(folder), seed=seed, settings=of_first), folder / "prepare.log")
-    for arm in study.arms:
+    for number, arm in enumerate(study.arms, start=1):
         words = loop_words(study, arm, seed, folder, settings)
         mark, log = folder / f"{arm}.finished", folder / f"{arm}.log"
         if mark.is_file() and read_text(mark) == f"{shlex.join(words)}\n":
@@ -152,8 +152,9 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
         run(loop_command(words), log)
         if study.after:
             run(function_command(study.after, loop=str(folder / arm)), log)
+        arms_so_far = list(study.arms)[:number]
+        table.collect(folder, arms_so_far)
         write_text(mark, f"{shlex.join(words)}\n")
-        collect.collect(folder)
 
 
 def loop_command(words: Sequence[str]) -> list[str]:
@@ -213,9 +214,9 @@ def main() -> None:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further seed begins
     if not all(ended):
         sys.exit(1)
-    results = table.read_results(sorted(output.glob("seed*.json")))
-    write_text(output / "table.md", table.tables(results, study.primary, study.minus))
-    say(f"finished; tables are in {output / 'table.md'}")
+    seeds = [read_json(output / f"seed{seed}.json") for seed in flags.seeds]
+    write_text(output / "table.md", table.table_text(seeds, study.primary, study.minus))
+    say(f"finished; the table is {output / 'table.md'}")
 
 
 if __name__ == "__main__":

@@ -1,219 +1,209 @@
-"""The tables of a study, from the files of its seeds or from the folders of finished loops.
+"""The numbers of a study: a small JSON file for each seed, and one table over seeds.
 
-    python -m tools.lab.table --results data/results/tiny/*.json --primary points losers_ties detached_matched
-    python -m tools.lab.table --results spag=outputs/spag42 spag=outputs/spag43 sft=outputs/sft42 sft=outputs/sft43
+    {"seed": 20, "arms": {ARM: {"settings": {...}, "made": {...}, "epochs": {"1": {MEASURE: number}, ...}}}}
+
+"settings" are those of tools/run_spag.py, in which {folder} stands for the folder of the seed; "made" has package
+versions and this project's commit. The arms "base" and "imitation" are the models that all arms of a seed share;
+their epoch is 0.
 
 A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from scipy import stats
 
-from tools.flags import flag, parse_flags
-from tools.lab import collect
-from tools.lab.collect import (
-    BASE,
-    BELIEF,
-    GUESSES,
-    IMITATION,
-    POINTS,
-    REASONING,
-    TABLES,
-    TRAINED,
-    TRAINING,
-)
-from tools.loop.record import FREE, MEASURES, MICRO_BATCH, THIS_MACHINE, is_free
-from tools.measure.estimates import CONFIDENCE, MEAN, ROUNDING, UNKNOWN, markdown, with_interval
-from utils import UserError, differences, read_json, run_program
+from tools.loop.record import read_record
+from tools.measure.estimates import UNKNOWN, holm, markdown, student, with_interval
+from tools.measure.matches import BOTH
+from utils import ROOT, read_json, write_json
 
-# Keys of settings in which the runs of one arm may differ: seeds, places, how far and how fast it runs.
-RUNS_DIFFER_IN = FREE | THIS_MACHINE | {"seed", "seeds", "like", "imitation_model", "first_episodes", "tasks"}
-RUNS_DIFFER_IN |= {"logging_steps"}
-# Of finished studies, whose loop was a shell script.
-RUNS_DIFFER_IN |= set(
-    "SEED EVAL_SEEDS OUTPUT LIKE IMITATION_MODEL FIRST_EPISODES EPOCHS UNTIL EVAL_EVERY EVAL_TASKS REPORT SAVE_STEPS "
-    "NPROC NNODES NODE_RANK RDZV_ENDPOINT RDZV_ID PLAY_BATCH TENSOR_PARALLEL_SIZE GRADIENT_CHECKPOINTING "
-    "DEEPSPEED".split()
-)
-FORMS = {BELIEF: ".2f", REASONING: ".2f"} | dict.fromkeys(TRAINED, ".0f")  # of tables and columns; others are shares
-COMPARISON = {"type": str, "nargs": 3, "action": "append", "metavar": ("MEASURE", "ARM", "OTHER")}
-LEGEND = """Brackets: 95% over seeds, by Student's t. ±: one standard error over questions. (n=K): only K of the seeds.
-The p values of primary comparisons are adjusted for their number, others are not.
-"""
+BASE = "base"
+IMITATION = "imitation"
+LEGEND = "Brackets: 95% over seeds, by Student's t. Differences are paired by seed."
+Numbers = dict[str, float]  # by measure
 Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm
-Lines = Iterable[Sequence[str]]
+Lines = Iterable[Sequence]  # of a table
 
 
-@dataclass(kw_only=True)
-class Flags:
-    results: list[str] = flag("files of seeds, seedN.json, or loops as ARM=OUTPUT", metavar="FILE")
-    primary: list[list[str]] = flag("a planned difference of two arms in a column", default=[], **COMPARISON)
-    minus: list[list[str]] = flag("a further one; without any: each arm minus the first one", default=[], **COMPARISON)
+# From the folders of loops to the file of a seed.
 
 
-def read_results(names: Sequence[str | Path]) -> list[dict]:
-    """Read files of seeds, and loops given as ARM=OUTPUT. Returns what they hold, in collect.py's form, by seed."""
-    parts = [str(name).partition("=") for name in names]
-    results = [collect.read_loop(arm, Path(loop)) if loop else read_json(arm) for arm, _, loop in parts]
-    for name, result in zip(names, results, strict=True):
-        if "seed" not in result:
-            raise UserError(f"{name}: not the results of a seed, as tools/lab/collect.py writes them")
-    return sorted(results, key=lambda result: result["seed"])
+def collect(folder: Path, arms: Iterable[str]) -> None:
+    """Write the numbers of these arms, whose loops are in the folder of a seed, to FOLDER.json."""
+    of_arms: dict[str, dict] = {}
+    for arm in arms:
+        loop = folder / arm
+        record, numbers = read_record(loop), loop_numbers(loop)
+        for shared in (BASE, IMITATION):
+            if shared in numbers:  # the loops of several arms may have measured it; the first one counts
+                of_shared = of_arms.setdefault(shared, {"epochs": {"0": {}}})["epochs"]
+                of_shared["0"] = numbers.pop(shared) | of_shared["0"]
+        of_arms[arm] = {
+            "settings": {name: without_folder(value, folder) for name, value in record["settings"].items()},
+            "made": record["made_by"],
+            "epochs": {model.removeprefix("epoch"): of_model for model, of_model in numbers.items()},
+        }
+    write_json(folder.with_suffix(".json"), {"seed": int(folder.name.removeprefix("seed")), "arms": of_arms})
 
 
-def may_differ(name: str) -> bool:
-    """Whether the runs of one arm may differ in a setting."""
-    stage, dot, key = name.rpartition(".")
-    if key in RUNS_DIFFER_IN:
-        return True
-    is_of_loop = dot and stage not in MEASURES and key != MICRO_BATCH  # over a micro-batch a loss is averaged
-    return bool(is_of_loop) and is_free(name)
+def without_folder(value, folder: Path):
+    """A setting in which no path tells where the folder of the seed is, or this project."""
+    if isinstance(value, list):
+        return [without_folder(each, folder) for each in value]
+    if isinstance(value, str):
+        for path, name in ((folder.resolve(), "{folder}/"), (folder, "{folder}/"), (ROOT, "")):
+            path_begins = rf"(?<![^\s=]){re.escape(str(path))}/"
+            value = re.sub(path_begins, name, value)
+    return value
 
 
-def refuse_mixed(results: Sequence[dict]) -> None:
-    """Raise UserError for two runs of an arm with the same seed, or with other settings."""
-    first, runs = {}, set()
-    of_all = [(result["seed"], *item) for result in results for item in result["arms"].items()]
-    for seed, arm, run in of_all:
-        settings = {name: value for name, value in run.get("settings", {}).items() if not may_differ(name)}
-        if different := differences(first.setdefault(arm, settings), settings):
-            raise UserError(f"seed {seed}, {arm}: {'; '.join(different)}; do not mix these runs")
-        if settings and (seed, arm) in runs:
-            raise UserError(f"there are two runs of {arm} with seed {seed}; give one")
-        runs.add((seed, arm))
+def loop_numbers(loop: Path) -> dict[str, Numbers]:
+    """The numbers of each model of a loop: base, imitation, epoch1, ..."""
+    numbers: dict[str, Numbers] = defaultdict(dict)
+    player = IMITATION
+    steps = rows = 0  # of all trainings up to an epoch
+    for epoch in sorted(loop.glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch"))):
+        for path in epoch.glob("episodes/*_summary.json"):
+            numbers[player] |= play_numbers(read_json(path))  # the model of the epoch before plays these games
+        player = epoch.name
+        training = epoch / "model"
+        if (training / "trainer_state.json").is_file():
+            steps += read_json(training / "trainer_state.json")["global_step"]
+            rows += read_json(training / "settings.json")["rows"]
+            numbers[player] |= {"steps": steps, "rows": rows}
+        match = epoch / "eval" / "matches.json"
+        if match.is_file():
+            numbers[player] |= match_numbers(read_json(match), player)
+    for path in loop.rglob("belief.json"):
+        for row in read_json(path)["table"]:
+            numbers[row["model"]] |= belief_numbers(row)
+    benchmarks = loop / "reasoning" / "results.json"
+    if benchmarks.is_file():
+        for row in read_json(benchmarks)["results"]:
+            numbers[row["model"]][row["benchmark"]] = row["value"]
+    return dict(numbers)
 
 
-def to_frame(results: Sequence[dict]) -> pd.DataFrame:
-    """All numbers, one a line; those of base and imitation once a seed. `stderr` is that of a benchmark."""
-    lines = [
-        (table, column, arm, int(epoch), result["seed"], *(value if isinstance(value, list) else (value, None)))
-        for result in results
-        for arm, run in result["arms"].items()
-        for epoch, tables in run["epochs"].items()
-        for table, columns in tables.items()
-        for column, value in columns.items()
-    ]
-    keys = ["table", "column", "arm", "epoch", "seed"]
-    frame = pd.DataFrame(lines, columns=[*keys, "value", "stderr"]).dropna(subset=["value"]).astype({"stderr": float})
-    return frame.drop_duplicates(keys).sort_values("arm", key=lambda arms: arms != BASE, kind="stable")
+def play_numbers(summary: Mapping) -> Numbers:
+    """How a model's games against itself ended, as shares of games."""
+    outcomes = {name: number / summary["games"] for name, number in summary["outcomes"].items()}
+    empty = summary["empty_replies"] / summary["messages"]
+    return outcomes | {"empty replies": empty, "messages": summary["mean_length"]}
 
 
-def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
-    """Mean over seeds, Student's 95% interval, p value of a mean of 0 (None and nan: one seed, or equal values)."""
-    mean = float(np.mean(values))
-    if len(values) < 2 or np.ptp(values) < ROUNDING:
-        return mean, None, math.nan
-    test = stats.ttest_1samp(values, 0.0)
-    return mean, list(test.confidence_interval(CONFIDENCE)), float(test.pvalue)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for their number, that of nan too, by Holm's method (Scand. J. Stat. 6, 1979)."""
-    ordered = pd.Series(p_values, dtype=float).sort_values()
-    factors = len(ordered) - np.arange(len(ordered))
-    return (ordered * factors).clip(upper=1).cummax().sort_index().tolist()
-
-
-def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> tuple[str, int, list[float]] | None:
-    """An arm's measure minus another's for each seed: table, epoch, differences. None without any.
-
-    The measure points@NAME is points against NAME. The epoch is the last one that both have in all of their seeds;
-    base and imitation have one for all epochs.
-    """
-    column, _, opponent = measure.partition("@")
-    lines = frame[(frame.column == column) & frame.table.isin([f"{POINTS} {opponent or IMITATION}", *TABLES])]
-    values, others = (
-        lines[lines.arm == name].pivot(index="seed", columns="epoch", values="value") for name in (arm, other)
-    )
-    gaps = values.sub(others.squeeze("columns"), axis="index") if other in (BASE, IMITATION) else values - others
-    gaps = gaps.dropna(how="all").dropna(axis="columns")
-    if gaps.empty:
-        return None
-    return lines.table.iloc[0], gaps.columns[-1], gaps.iloc[:, -1].tolist()
-
-
-def cell(lines: pd.DataFrame, table: str, column: str, seeds: int) -> str:
-    """The cell of a model in a column, from a line for each of its seeds that have it."""
-    values, error = lines.value.tolist(), lines.stderr.iloc[0]
-    form = "+" * (" minus " in column) + FORMS.get(column, FORMS.get(table, ".3f"))
-    fewer = f" (n={len(values)})" if len(values) < seeds else ""
-    if len(values) == 1 and error > 0:
-        return f"{values[0]:{form}} ± {error:.2f}{fewer}"
-    return with_interval(*student(values)[:2], form) + fewer
-
-
-def model_lines(frame: pd.DataFrame, table: str) -> Lines:
-    frame = frame[frame.table == table]
-    columns = frame.column.unique()
-    yield ["arm", "epoch", "seeds", *columns]
-    for (arm, epoch), lines in frame.groupby(["arm", "epoch"], sort=False):
-        seeds = lines.seed.nunique()
-        cells = {column: cell(of_column, table, column, seeds) for column, of_column in lines.groupby("column")}
-        yield [arm, epoch, seeds, *(cells.get(column, UNKNOWN) for column in columns)]
-
-
-def arm_lines(results: Sequence[dict], frame: pd.DataFrame) -> Lines:
-    """A line for each arm: its settings that are not the first one's, its last epoch, and the commits that made it."""
-    yield ["arm", "settings", "seeds", "epochs", *TRAINED, "commits"]
-    first: dict[str, str] = {}
-    for arm, lines in frame[frame.table == TRAINING].groupby("arm", sort=False):
-        runs = [result["arms"][arm] for result in results if arm in result["arms"]]
-        first = first or runs[0]["settings"]
-        own = {name: value for name, value in sorted(runs[0]["settings"].items()) if value != first.get(name)}
-        settings = "; ".join(f"{name}={value}" for name, value in own.items() if value and not may_differ(name))
-        trained = lines[lines.epoch == lines.epoch.max()].groupby("column").value.mean()
-        commits = ", ".join(sorted({run["made"].get("spag", UNKNOWN)[:9] for run in runs}))
-        yield [arm, settings, len(runs), lines.epoch.max(), *(f"{trained[name]:.0f}" for name in TRAINED), commits]
-
-
-def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, primary: bool = False) -> Lines:
-    """A line for each difference. The p values of primary ones are adjusted for their number."""
-    yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if primary else "p", "of each seed"]
-    pairs = [paired(frame, *comparison) for comparison in comparisons]
-    p_values = [student(pair[-1])[-1] if pair else math.nan for pair in pairs]
-    for comparison, pair, p in zip(comparisons, pairs, holm(p_values) if primary else p_values, strict=True):
-        if pair:
-            table, epoch, gaps = pair
-            form = "+" + FORMS.get(table, ".3f")
-            difference = with_interval(*student(gaps)[:2], form)
-            p_text = UNKNOWN if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-            yield [*comparison, epoch, difference, p_text, ", ".join(format(gap, form) for gap in gaps)]
+def match_numbers(match: Mapping, player: str) -> Numbers:
+    """Points of a model against imitation, by role and by word list too, and how these games ended."""
+    sides = (player, match["settings"]["against"], None)  # None: the seeds together
+    rows = [row for row in match["results"] if (row["player"], row["opponent"], row["seed"]) == sides]
+    pooled = rows[-1]["words"]  # all lists, or the only one
+    numbers: Numbers = {}
+    for row in rows:
+        if row["words"] != pooled:
+            if row["role"] == BOTH:
+                numbers[f"{row['words']} words"] = row["points"]
+        elif row["role"] == BOTH:
+            numbers["points"] = row["points"]
+            for name in ("win", "tie", "loss"):
+                numbers[name] = row["rates"][name]["share"]
         else:
+            numbers[f"as {row['role']}"] = row["points"]
+            numbers[f"own breaches as {row['role']}"] = row["breach_losses"] / row["games"]
+    return numbers
+
+
+def belief_numbers(row: Mapping) -> Numbers:
+    """The numbers of a row of tools/evaluate_belief.py. Their names tell the candidates, and the hints unless last."""
+    where = f"among {row['candidates']}"
+    if row["hints"] != "last":
+        where += f", {row['hints']} hints"
+    names = {"share": "share", "rank 1": "rank_1", "tempered share": "tempered"}
+    return {f"{name} {where}": row[key] for name, key in names.items()}
+
+
+# From the files of seeds to the table.
+
+
+def to_frame(seeds: Sequence[Mapping]) -> pd.DataFrame:
+    """All numbers of the files of seeds, one a line."""
+    lines = [
+        (measure, arm, int(epoch), seed["seed"], value)
+        for seed in seeds
+        for arm, run in seed["arms"].items()
+        for epoch, numbers in run["epochs"].items()
+        for measure, value in numbers.items()
+    ]
+    return pd.DataFrame(lines, columns=["measure", "arm", "epoch", "seed", "value"]).dropna()
+
+
+def mean_lines(frame: pd.DataFrame) -> Lines:
+    """A line for each measure of an arm after an epoch."""
+    yield ["measure", "arm", "epoch", "seeds", "mean"]
+    for measure, of_measure in frame.groupby("measure", sort=False):
+        for (arm, epoch), lines in of_measure.groupby(["arm", "epoch"], sort=False):
+            mean, interval, _ = student(lines.value.tolist())
+            yield [measure, arm, epoch, len(lines), with_interval(mean, interval, form_of(mean))]
+
+
+def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted: bool) -> Lines:
+    """A line for each comparison. Adjusted p values are Holm's for all of these."""
+    yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if adjusted else "p", "of each seed"]
+    all_gaps = [paired(frame, *comparison) for comparison in comparisons]
+    p_values = [math.nan if gaps.empty else student(gaps.tolist())[-1] for gaps in all_gaps]
+    if adjusted:
+        p_values = holm(p_values)
+    for comparison, gaps, p in zip(comparisons, all_gaps, p_values, strict=True):
+        if gaps.empty:
             yield [*comparison, *[UNKNOWN] * 4]
+            continue
+        mean, interval, _ = student(gaps.tolist())
+        form = "+" + form_of(mean)
+        of_each_seed = ", ".join(format(gap, form) for gap in gaps)
+        yield [*comparison, gaps.name, with_interval(mean, interval, form), p_text(p), of_each_seed]
 
 
-def tables(results: Sequence[dict], primary: Comparisons, minus: Comparisons) -> str:
-    refuse_mixed(results)
-    frame = to_frame(results)
-    arms = [arm for arm in frame.arm.unique() if arm not in (BASE, IMITATION)]
-    if not arms:
-        raise UserError("no epoch of these loops has ended, so there is nothing to show")
-    first, *others = arms
-    shares = [column for column in frame[frame.table == GUESSES].column.unique() if column.startswith("share")]
-    from_first = [(measure, arm, first) for measure in ("points", *shares, MEAN) for arm in others]
-    minus = minus or [comparison for comparison in from_first if paired(frame, *comparison)]
-    points = sorted({table for table in frame.table if table.startswith(POINTS)})
-    lines_by_title = {
-        "Arms": arm_lines(results, frame),
-        "Primary comparisons": difference_lines(frame, primary, primary=True),
-        **{table: model_lines(frame, table) for table in points},
-        "Differences, paired by seed": difference_lines(frame, minus),
-        **{table: model_lines(frame, table) for table in TABLES},
-    }
-    filled = {title: rows for title, lines in lines_by_title.items() if len(rows := list(lines)) > 1}
-    return f"{LEGEND}\n" + "\n".join(f"## {title}\n\n{markdown(rows)}\n" for title, rows in filled.items())
+def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> pd.Series:
+    """An arm's measure minus another's for each seed that has both; its name is the epoch. Empty without any.
+
+    The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs.
+    """
+    lines = frame[frame.measure == measure]
+    values = by_seed_and_epoch(lines, arm)
+    others = by_seed_and_epoch(lines, other)
+    if other in (BASE, IMITATION) and not others.empty:
+        others = pd.DataFrame({epoch: others[0] for epoch in values.columns})
+    gaps = values - others
+    gaps = gaps.dropna(how="all")  # seeds that lack one of the arms
+    gaps = gaps.dropna(axis="columns")  # epochs that an arm lacks in one of these seeds
+    return pd.Series(dtype=float) if gaps.empty else gaps.iloc[:, -1]
 
 
-def main() -> None:
-    flags = parse_flags(Flags, description=__doc__)
-    print(tables(read_results(flags.results), flags.primary, flags.minus), end="")
+def by_seed_and_epoch(lines: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """The values of an arm: a row for each seed, a column for each epoch."""
+    return lines[lines.arm == arm].pivot(index="seed", columns="epoch", values="value")
 
 
-if __name__ == "__main__":
-    run_program(main)
+def form_of(value: float) -> str:
+    """Three decimals for shares, points and nats, one for percentages, steps and rows."""
+    return ".3f" if abs(value) < 10 else ".1f"
+
+
+def p_text(p: float) -> str:
+    if math.isnan(p):
+        return UNKNOWN
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def table_text(seeds: Sequence[Mapping], primary: Comparisons, minus: Comparisons) -> str:
+    """The comparisons that the file of arms declares, and all means, in Markdown."""
+    frame = to_frame(seeds)
+    text = f"{LEGEND}\n"
+    if primary:
+        text += f"\n## Primary comparisons\n\n{markdown(difference_lines(frame, primary, adjusted=True))}\n"
+    if minus:
+        text += f"\n## Further comparisons\n\n{markdown(difference_lines(frame, minus, adjusted=False))}\n"
+    return f"{text}\n## Means over seeds\n\n{markdown(mean_lines(frame))}\n"

@@ -55,6 +55,35 @@ def wilson(share: float, observations: float, quantile: float) -> list[float]:
     return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
 
 
+def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
+    """The mean of independent values, Student's 95% interval, and the p value of a mean of 0.
+
+    No interval (None) and no p value (nan) for a single value, or for values that are all equal.
+    """
+    from scipy import stats  # takes a second
+
+    number = len(values)
+    mean = sum(values) / number
+    if max(values) - min(values) < ROUNDING:
+        return mean, None, math.nan
+    variance = sum((value - mean) ** 2 for value in values) / (number - 1)
+    error = math.sqrt(variance / number)
+    half = t_quantile(number - 1) * error
+    p_value = 2 * stats.t.sf(abs(mean) / error, number - 1)
+    return mean, [mean - half, mean + half], float(p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979). nan stays, and counts."""
+    adjusted = [math.nan] * len(p_values)
+    known = [index for index, p in enumerate(p_values) if not math.isnan(p)]
+    largest = 0.0
+    for smaller, index in enumerate(sorted(known, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - smaller) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def t_quantile(freedom: float) -> float:
     """Student's quantile of a two-sided interval of level CONFIDENCE; the normal one for infinite freedom."""
     from scipy import stats  # takes a second
