@@ -1,4 +1,4 @@
-"""Reasoning benchmarks: the real harness on data of our own, a stand-in for failures, statistics worked by hand."""
+"""Reasoning benchmarks: the real harness on data of our own, a stand-in for failures, the table."""
 
 import contextlib
 import json
@@ -17,10 +17,9 @@ from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
 from tools.measure import reasoning
-from tools.measure.estimates import MEAN
 from tools.measure.reasoning import BENCHMARKS
-from tools.measure.reasoning_table import Score, cell_text, difference, geometric_mean, read_score
-from utils import UserError, write_json, write_records
+from tools.measure.reasoning_table import MEAN, Score, cell_text, geometric_mean, read_score, score_rows
+from utils import UserError, write_json
 
 ODD_NAME = "lr=1e-5,kl=0.2"  # of a model's folder
 
@@ -37,7 +36,7 @@ def real_harness(monkeypatch):
 
     def run(words, stdout, **options):
         with as_a_process(), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stdout):
-            sys.argv = ["lm_eval", *words[words.index("run") :]]
+            sys.argv = ["lm_eval", *words[words.index("run") :], "--log_samples"]
             cli_evaluate()
         model = json.loads(words[words.index("--model_args") + 1])["pretrained"]
         for path in Path(words[words.index("--output_path") + 1]).rglob("samples_*.jsonl"):
@@ -70,17 +69,16 @@ def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tm
     values = {}
     for name, folder in models.items():
         for benchmark in BENCHMARKS:
-            expected = {}
+            expected = []
             for part in (part for part in right if part.startswith(benchmark.task)):
                 for sample in real_harness[str(folder), part]:
                     requests = [list(request.values()) for request in sample["arguments"].values()]
                     question = {"prompts": list(dict.fromkeys(prompt for prompt, *_ in requests))}
                     question["choices"] = [choice for _, choice, *_ in requests if isinstance(choice, str)]
                     answered = bigrams.is_right(folder, question, right[part][sample["doc_id"]])
-                    expected[f"{part}/{sample['doc_id']}"] = 100.0 * answered
-            result = json.loads((tmp_path / f"out/{name}/{benchmark.task}.json").read_text())
-            assert read_score(result, benchmark.metric).by_question == expected
-            values[name, benchmark.name] = pytest.approx(float(np.mean(list(expected.values()))))
+                    assert sample[benchmark.metric] == answered
+                    expected.append(100.0 * answered)
+            values[name, benchmark.name] = pytest.approx(float(np.mean(expected)))
     for name in ("BBH", "MuTual", "ARC-e", "ARC-c", "LogiQA2", "PIQA"):  # two of three answers are `yes`, one is `no`
         assert [values[model, name].expected for model in models] == pytest.approx([200 / 3, 100 / 3]), name
     rows = json.loads((tmp_path / "out/results.json").read_text())["results"]
@@ -113,8 +111,6 @@ def evaluate(tmp_path, tiny_model, monkeypatch):
             part = f"part_of_{task}" if task in groups else task
             results = {"results": {part: values}, "lm_eval_version": "0.4.13"}
             (out / "results_2026.json").write_text(json.dumps(results))  # as the harness does: NaN too
-            questions = [{"doc_id": n, "filter": "none", "metrics": ["acc"], "acc": n < number} for n in range(100)]
-            write_records(out / f"samples_{task}_2026.jsonl", questions)
             if left and task == "piqa":
                 left(out)
 
@@ -153,7 +149,6 @@ def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):
 LEFT = {  # what the harness may leave of a task although it ends with status 0
     "0 files": lambda out: (out / "results_2026.json").unlink(),
     "2 files": lambda out: write_json(out / "other" / "results_2027.json", {}),
-    "samples_piqa_2026.jsonl: the file is empty": lambda out: (out / "samples_piqa_2026.jsonl").write_text(""),
 }
 
 
@@ -206,47 +201,24 @@ def test_benchmarks_have_their_shots_and_metric(evaluate):
     assert "MMLU 5-shot acc, MuTual 0-shot acc" in ended.output and "BBH 3-shot acc" in ended.output
 
 
-def score(value, stderr, scores=()):
-    return Score(value, stderr, {str(number): float(each) for number, each in enumerate(scores)})
-
-
-def test_the_geometric_mean_and_its_error_are_those_worked_by_hand():
-    mean, stderr, _ = geometric_mean([score(40.0, 1.0), score(90.0, 3.0)])
-    assert mean == pytest.approx(60.0)
-    assert stderr == pytest.approx(60 / 2 * math.sqrt((1 / 40) ** 2 + (3 / 90) ** 2))
-    mean, stderr, _ = geometric_mean([score(0.0, 0.0), score(90.0, 3.0)])
-    assert mean == 0 and math.isnan(stderr)
+def test_the_geometric_mean_is_that_of_the_paper():
+    assert geometric_mean([40.0, 90.0]) == pytest.approx(60.0)
+    assert geometric_mean([75.0]) == 75.0 and geometric_mean([0.0, 90.0]) == 0
     published = (45.80, 32.48, 50.90, 76.30, 43.26, 25.32, 69.14, 78.07)
-    assert geometric_mean([score(value, math.nan) for value in published])[0] == pytest.approx(49.17, abs=0.01)
+    assert geometric_mean(published) == pytest.approx(49.17, abs=0.01)
 
 
-def test_models_asked_the_same_questions_are_compared_question_by_question():
-    ours, theirs = score(75.0, 25.0, [100, 100, 0, 100]), score(50.0, 28.9, [100, 0, 0, 100])
-    assert difference([ours], [theirs]) == (25.0, pytest.approx(np.std([0, 100, 0, 0], ddof=1) / 2))  # 25
-    assert difference([ours], [ours]) == (0, 0)
-    assert difference([score(60.0, 3.0)], [score(50.0, 4.0)]) == (10.0, 5.0)  # without the questions: independent
-    for stderr, mark in ((1.71, " ≈"), (1.50, "")):  # 1.75 and 2 standard errors
-        row = {"value": 53.0, "stderr": 5.0, "difference": {"value": 3.0, "stderr": stderr}}
-        assert cell_text(row) == f"53.00 ± 5.00{mark}"
+def test_a_table_has_the_harnesses_errors_and_a_mean_where_no_benchmark_is_missing():
+    scores = {"base": {"A": Score(40.0, 1.0), "B": Score(90.0, None)}, "epoch1": {"B": Score(80.0, 2.0)}}
+    rows = score_rows(scores, ["A", "B"])
+    assert rows[1] == {"model": "base", "benchmark": "B", "value": 90.0, "stderr": None}
+    by_cell = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
+    assert by_cell.pop(("base", MEAN)) == "60.00"
+    assert by_cell == {("base", "A"): "40.00 ± 1.00", ("base", "B"): "90.00", ("epoch1", "B"): "80.00 ± 2.00"}
 
 
-def test_the_error_of_a_difference_of_means_is_that_of_small_changes():
-    rng = np.random.default_rng(0)
-    answers = 100.0 * (rng.random((2, 3, 400)) < np.array([0.5, 0.7, 0.3])[None, :, None])
-    answers[1, :, :300] = answers[0, :, :300]  # mostly the same, as of two checkpoints of a model
-    ours, theirs = ([score(one.mean(), one.std(ddof=1) / 20, one) for one in side] for side in answers)
-    draws = []
-    for _ in range(2000):
-        chosen = rng.integers(400, size=(3, 400))
-        drawn = np.take_along_axis(answers, chosen[None], axis=2).mean(axis=2)
-        draws.append(np.subtract(*np.exp(np.log(drawn).mean(axis=1))))
-    assert difference(ours, theirs)[1] == pytest.approx(np.std(draws), rel=0.1)
-
-
-def test_scores_whose_mean_is_not_the_value_are_not_compared():
-    result = {"metrics": {"acc,none": {"value": 0.5, "stderr": 0.1}}}
-    assert not read_score(result | {"scores": {"acc,none": {"t/0": 1.0, "t/1": 0.0, "t/2": 0.0}}}, "acc").by_question
-    assert read_score(result | {"scores": {"acc,none": {"t/0": 1.0, "t/1": 0.0, "t/2": 0.5}}}, "acc").by_question
-    two = {name: {"value": 0.5, "stderr": None} for name in ("acc,strict", "acc,flexible")}
+def test_a_metric_of_two_filters_must_be_chosen():
+    metrics = {name: {"value": 0.5, "stderr": None} for name in ("acc,strict", "acc,flexible")}
     with pytest.raises(UserError, match="choose one metric of acc,strict acc,flexible"):
-        read_score(result | {"metrics": two, "scores": {}}, "acc")
+        read_score({"metrics": metrics}, "acc")
+    assert read_score({"metrics": metrics}, "acc,strict") == Score(50.0, None)

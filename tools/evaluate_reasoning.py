@@ -15,9 +15,8 @@ from pathlib import Path
 
 from tools.engine.flags import ModelFlags
 from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
-from tools.measure.estimates import MEAN
 from tools.measure.reasoning import BENCHMARKS, Benchmark, NoResult, ask
-from tools.measure.reasoning_table import Score, cell_text, read_score, score_rows, table_text
+from tools.measure.reasoning_table import MEAN, Score, cell_text, read_score, score_rows, table_text
 from utils import UserError, model_setting, require, run_program, write_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def named_model(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(ModelFlags):
-    models: list[NamedPath] = flag("all are compared with the first", **NAMED_MODELS | {"type": named_model})
+    models: list[NamedPath] = flag("models to ask", **NAMED_MODELS | {"type": named_model})
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
@@ -99,11 +98,10 @@ def main() -> None:
         "harness": ", ".join(sorted(versions)),
         "dtype": flags.dtype,
         "limit": flags.limit,
-        "against": flags.models[0].name,
         "models": dict(flags.models),
         "benchmarks": [benchmark._asdict() for benchmark in flags.tasks],
     }
-    rows = score_rows(scores, settings["against"], [benchmark.name for benchmark in flags.tasks])
+    rows = score_rows(scores, [benchmark.name for benchmark in flags.tasks])
     write_json(f"{flags.output_dir}/results.json", {"settings": settings, "results": rows})
     text = table_text(rows, settings)
     write_text(f"{flags.output_dir}/table.md", text)

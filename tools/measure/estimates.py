@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
-MEAN = "geometric mean"  # a column of tables
 UNKNOWN = "-"  # a cell of tables
 
 

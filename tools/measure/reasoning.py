@@ -4,14 +4,13 @@ import json
 import os
 import shlex
 import subprocess
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json, read_json_or_jsonl, stage, write_json
+from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json, stage, write_json
 
 TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
 LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
@@ -67,7 +66,7 @@ def harness_flags(settings: Mapping, folder: str) -> list[str]:
         model["max_length"] = min(length, LONGEST)
     # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.
     flags = ["--model", "hf", "--model_args", json.dumps(model), "--batch_size", settings["batch_size"]]
-    flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder, "--log_samples"]
+    flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder]
     for name, value in (("--num_fewshot", settings["shots"]), ("--limit", settings["limit"])):
         if value is not None:
             flags += [name, str(value)]
@@ -95,16 +94,4 @@ def read_result(folder: Path, task: str) -> dict:
         for key, value in numbers.items()
         if "," in key and "_stderr," not in key
     }
-    return {"metrics": metrics, "scores": read_scores(folder), "harness": output["lm_eval_version"]}
-
-
-def read_scores(folder: Path) -> dict[str, dict[str, float]]:
-    """The score of each question, {"PART/DOC_ID": score}, by "metric,filter"."""
-    scores: dict[str, dict[str, float]] = defaultdict(dict)
-    for path in sorted(folder.rglob("samples_*.jsonl")):
-        part = path.stem.removeprefix("samples_").rpartition("_")[0]  # of samples_PART_DATE.jsonl
-        for sample in read_json_or_jsonl(path):
-            for metric in sample["metrics"]:
-                if isinstance(sample[metric], Number):  # metrics of the whole task, such as F1, have lists here
-                    scores[f"{metric},{sample['filter']}"][f"{part}/{sample['doc_id']}"] = float(sample[metric])
-    return scores
+    return {"metrics": metrics, "harness": output["lm_eval_version"]}

@@ -29,7 +29,7 @@ LAYOUT = {
 }
 SHARES = {"rangemode": "tozero", "tickformat": ".1%"}
 POINTS = {"range": [0, 1], "tickformat": ".0%"}
-REASONING = "Percent ± one standard error over questions. reasoning/table.md compares models question by question."
+REASONING = "Percent ± one standard error over questions."
 BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
 
 Chart = tuple[str, "Figure"]  # with its title
