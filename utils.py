@@ -700,10 +700,7 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 
 
 def model_setting(name: str) -> dict:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
-
-    `samples` says of how many, as a digest of more samples is another one.
-    """
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples."""
     folder = model_folder(name)
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -717,7 +714,7 @@ def model_setting(name: str) -> dict:
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
-    return {"path": name, "sha256": digest.hexdigest(), "samples": SAMPLES} | commit
+    return {"path": name, "sha256": digest.hexdigest()} | commit
 
 
 # Finished work.
@@ -771,21 +768,18 @@ class Stage:
 
 
 @contextmanager
-def stage(
-    record: StrPath, settings: Mapping, *, results: Sequence[str], defaults: Mapping = {}, ranks: bool = True
-) -> Iterator[Stage]:
+def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: bool = True) -> Iterator[Stage]:
     """Do a piece of work once: `with stage(record, settings, results=...) as work: if work.todo: ...`.
 
     The record, a JSON file beside the results, holds the settings, versions, notes, and `finished` once the block has
     ended on all ranks without an error. `results` are patterns of files in its folder; the first is there when the
-    work is finished. A setting that the record lacks counts as having its value in `defaults`. All ranks of a
-    launch enter together; `ranks=False` is for programs that run as one process.
+    work is finished. All ranks of a launch enter together; `ranks=False` is for programs that run as one process.
     UserError, with nothing written, if there are results of other settings, or if another launch is at work.
     """
     record = Path(record)
     compared = json.loads(json.dumps(settings))  # tuples are lists in a file
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
-    begin = functools.partial(_begin, record, compared, results, defaults, lock)
+    begin = functools.partial(_begin, record, compared, results, lock)
     try:
         todo, notes = on_rank_0(begin) if ranks else begin()
         work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
@@ -798,9 +792,7 @@ def stage(
         lock.release()
 
 
-def _begin(
-    record: Path, settings: dict, results: Sequence[str], defaults: Mapping, lock: FileLock
-) -> tuple[bool, dict]:
+def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
     """Take the lock and compare the settings. Returns whether there is work to do, and the notes so far."""
     record.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -819,8 +811,7 @@ def _begin(
     if there and not record.is_file():
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
     stored = read_json(record) if there else {"settings": settings}
-    then = {name: default for name, default in defaults.items() if name in settings} | stored["settings"]
-    if different := differences(then, settings):
+    if different := differences(stored["settings"], settings):
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
     notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
     if stored.get("finished") and any(record.parent.glob(results[0])):

@@ -22,7 +22,7 @@ from tools.players.player import Player, Reply, ReplyUnavailable
 from tools.selfplay import play
 from tools.selfplay.episodes import EpisodeFiles, summary
 from tools.selfplay.play import episode_text, play_game, play_games
-from utils import read_json, read_json_or_jsonl, write_json
+from utils import read_json, read_json_or_jsonl
 
 GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"
@@ -308,16 +308,6 @@ def test_the_same_seed_plays_the_same_games(run, tmp_path):
         run(tmp_path / name, seed=seed, max_games=9)
     first, again, other = ((tmp_path / name / f"{STEM}_results.json").read_bytes() for name in "abc")
     assert first == again != other
-
-
-def test_a_record_of_an_earlier_version_counts_as_having_the_defaults(run, tmp_path):
-    run(max_games=1)
-    path = tmp_path / f"{STEM}_settings.json"
-    record = read_json(path)
-    assert record["settings"].pop("top_p") == 1.0
-    write_json(path, record)
-    assert "top_p: 1.0 then, 0.5 now" in run(max_games=1, top_p=0.5, status=2).errors
-    run(max_games=1)
 
 
 def test_two_models_play_each_its_side(run, place, tiny_model, other_model, tmp_path):

@@ -104,12 +104,6 @@ def test_belief_of_a_model_whose_logits_are_nan_is_a_gap(output):
     assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1
 
 
-def test_belief_as_an_older_version_measured_it_is_left_out(output):
-    for path in output.rglob("belief.json"):
-        write_json(path, {"table": [{"model": "base", "hints": 0, "knowledge": 0.5}]})
-    assert report_page.belief_charts(read_folder(output, TABOO).belief) == []
-
-
 def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
     rows = [
         row

@@ -71,7 +71,7 @@ def main() -> None:
         **flags.settings(game),
     }
     results = [TABLE, RESULTS, *files.patterns]
-    with stage(files.record_path, settings, results=results, defaults=vars(PlayFlags())) as work:
+    with stage(files.record_path, settings, results=results) as work:
         if work.todo:
             missing = files.missing()
             note_engines = engine_notes(work)

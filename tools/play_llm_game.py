@@ -52,7 +52,7 @@ def main() -> None:
         **flags.settings(game),
         "seed": flags.seed,
     }
-    with stage(files.record_path, settings, results=files.patterns, defaults=vars(PlayFlags())) as work:
+    with stage(files.record_path, settings, results=files.patterns) as work:
         tokens_before = 0
         seconds = 0.0
         if work.todo:

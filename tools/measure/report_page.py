@@ -143,7 +143,6 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Log share of the right guess by number of hints, with a line for each model."""
-    rows = [row for row in rows if "share" in row]  # older versions measured something else
     if not rows:
         return []
     numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
