@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -243,16 +244,19 @@ def test_the_same_seed_draws_the_same_replies_and_another_one_others(blocks):
     assert len(set(replies)) > len(replies) / 2
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"top_k": 0}, {"top_k": 7, "temperature": 0.7}, {"top_k": 0, "top_p": 0.8, "temperature": 1.0}]
-)
-def test_probabilities_are_those_of_plain_generate(changes):
+NEUTRAL = {field.name: field.metadata["neutral"] for field in fields(Sampling) if field.name in sampling().drawing()}
+EACH = [NEUTRAL | {name: 3 if isinstance(value, int) else 0.3} for name, value in NEUTRAL.items()]
+
+
+@pytest.mark.parametrize("changes", [{}, NEUTRAL, *EACH, {"top_k": 7, "temperature": 0.7, "top_p": 0.8}], ids=repr)
+def test_every_parameter_of_drawing_has_the_effect_that_it_has_in_plain_generate(changes):
     local = llama(sampling(task_type=SAMPLING, **changes))
     config = generation_config(local.codec)
     processors = local.model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
     logits = torch.randn(5, 260, generator=torch.Generator().manual_seed(0))
     expected = processors(torch.zeros(5, 1, dtype=torch.long), logits.clone())
     assert torch.equal(SlotEngine(local, 1).warp(None, logits.clone()), expected)
+    assert torch.equal(expected, logits) == (changes == NEUTRAL)
 
 
 def test_draws_have_their_probabilities():

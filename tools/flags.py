@@ -23,15 +23,24 @@ def flag(
     default=dataclasses.MISSING,
     names: Sequence[str] = (),
     unique: Callable | None = None,
+    neutral: float | None = None,
     **settings,
 ):
     """Return a dataclass field that is a flag of a program. Without a default the flag is required.
 
     `names` are older names of the flag. `unique`: the values of a list must differ in what this function gives for
-    them. The keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
+    them. `neutral`: the value of a sampling parameter that changes nothing (Sampling in tools/players/player.py). The
+    keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
     """
     bounds = {bound: settings.pop(bound) for bound in BOUNDS if bound in settings}
-    metadata = {"help": help_line, "names": names, "unique": unique, "bounds": bounds, "settings": settings}
+    metadata = {
+        "help": help_line,
+        "names": names,
+        "unique": unique,
+        "neutral": neutral,
+        "bounds": bounds,
+        "settings": settings,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -62,12 +62,11 @@ class CheckLogits(LogitsProcessor):
 
 def generation_config(codec: Codec) -> GenerationConfig:
     sampling = codec.sampling
-    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens,
         do_sample=sampling.do_sample,
-        **(drawn if sampling.do_sample else {}),
+        **(sampling.drawing() if sampling.do_sample else {}),
         use_cache=True,
         pad_token_id=0,  # any token: padding is masked
         eos_token_id=codec.stop_ids or None,

@@ -88,9 +88,9 @@ class VLLMEngine:
 
         ids, self.prompt_cut[str(request)] = self.codec.encode(prompt.text)
         sampling = self.codec.sampling
-        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        drawing = {**sampling.drawing(), "seed": prompt.seed} if sampling.do_sample else {"temperature": 0}
         params = SamplingParams(
-            **(drawn | {"seed": prompt.seed} if sampling.do_sample else {"temperature": 0}),
+            **drawing,
             max_tokens=sampling.max_new_tokens,
             min_tokens=sampling.min_new_tokens,
             stop_token_ids=self.codec.stop_ids,

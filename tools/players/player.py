@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tools.flags import check_values, flag
@@ -51,7 +51,12 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Sampling:
-    """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens."""
+    """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens.
+
+    A flag with a `neutral` value is a parameter with which tokens are drawn. Its name is that of transformers'
+    GenerationConfig, of vLLM's SamplingParams and of the servers' JSON, so `generate`, vLLM and servers get it from
+    `drawing` as it is. Our own engine applies it in `_warpers` (tools/engine/slots.py).
+    """
 
     group = "prompts and replies"
 
@@ -59,10 +64,14 @@ class Sampling:
     max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
     max_new_tokens: int = flag("largest number of tokens of a reply", default=256, at_least=1)
     min_new_tokens: int = flag("smallest number of tokens of a reply", default=0, at_least=0)
-    temperature: float = flag("sampling temperature", default=1.2, above=0)
-    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50, at_least=0)
+    temperature: float = flag("sampling temperature", default=1.2, above=0, neutral=1.0)
+    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50, at_least=0, neutral=0)
     top_p: float = flag(
-        "sample from the likeliest tokens that have this total probability", default=1.0, above=0, at_most=1
+        "sample from the likeliest tokens that have this total probability",
+        default=1.0,
+        above=0,
+        at_most=1,
+        neutral=1.0,
     )
     chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
     thinking: bool = flag(
@@ -78,6 +87,16 @@ class Sampling:
     @property
     def do_sample(self) -> bool:
         return self.task_type == SAMPLING
+
+    def drawing(self, *, with_neutral: bool = True) -> dict[str, float]:
+        """The parameters with which tokens are drawn, by name; if asked, without those whose value changes nothing."""
+        parameters = {}
+        for each in fields(Sampling):
+            value = getattr(self, each.name)
+            neutral = each.metadata["neutral"]
+            if neutral is not None and (with_neutral or value != neutral):
+                parameters[each.name] = value
+        return parameters
 
 
 @dataclass(frozen=True)

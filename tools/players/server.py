@@ -25,8 +25,7 @@ from utils import UserError, printable, require, user_errors, warn_on_rank_0, wh
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
-NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0}  # values that need not be sent
-OWN_FIELDS = ("min_tokens", "seed", "top_k")  # of vLLM and SGLang; OpenAI's own server refuses them
+OPENAI_FIELDS = ("temperature", "top_p")  # that all servers take; vLLM and SGLang take those of Sampling.drawing too
 # Names of the limit of a reply. In a chat, servers know one of them or both.
 LIMIT = "max_tokens"
 CHAT_LIMIT = "max_completion_tokens"
@@ -112,7 +111,7 @@ class ServerPlayer(Player):
         self.client = connect(flags)
         self.chat = flags.openai_api == "chat"
         limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
-        self.forms = [(limit, own_fields) for own_fields in (True, False) for limit in limits]
+        self.forms = [(limit, all_fields) for all_fields in (True, False) for limit in limits]
         self.answered = False  # whether there was a reply
         self.refused = 0  # answers that were no replies, before the first reply
         self.timer: asyncio.TimerHandle | None = None
@@ -147,19 +146,23 @@ class ServerPlayer(Player):
         if not self.answered:
             self.answered = True
             self.forms = [form]
-            if not form[1]:
-                warn_on_rank_0("%s: its server takes requests only without %s", self.model, ", ".join(OWN_FIELDS))
+            left_out = self._request(turn, form[0], True).keys() - self._request(turn, *form).keys()
+            if left_out:
+                fields = ", ".join(sorted(left_out))
+                warn_on_rank_0("%s: its server takes requests only without %s", self.model, fields)
         return reply
 
-    def _request(self, turn: Turn, limit: str, own_fields: bool) -> dict:
+    def _request(self, turn: Turn, limit: str, all_fields: bool) -> dict:
         sampling = self.flags
         prompt = whole_characters(turn.prompt())
-        fields: dict[str, object] = {"temperature": 0, "min_tokens": sampling.min_new_tokens}
+        fields: dict[str, object] = {"temperature": 0}
         if sampling.do_sample:
-            fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+            fields = {**sampling.drawing(with_neutral=False)}
             fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers take
-        left_out = () if own_fields else OWN_FIELDS
-        fields = {key: value for key, value in fields.items() if value != NEUTRAL.get(key) and key not in left_out}
+        if sampling.min_new_tokens:
+            fields["min_tokens"] = sampling.min_new_tokens
+        if not all_fields:
+            fields = {name: value for name, value in fields.items() if name in OPENAI_FIELDS}
         content = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         return {"model": self.model, **content, **fields, limit: sampling.max_new_tokens}
 
