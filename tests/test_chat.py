@@ -67,7 +67,7 @@ class Speaker:
         letters = "abcdefgh"[len(self.prompts) :]
         self.prompts.append(prompt)
         self.replies.append([*self.codec.tokenizer(letters, add_special_tokens=False)["input_ids"], self.end])
-        return self.codec.decode(self.replies[-1], cut)
+        return self.codec.decode(self.replies[-1], prompt_cut=cut)
 
 
 @pytest.mark.parametrize("family", SPECIAL)

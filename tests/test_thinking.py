@@ -48,11 +48,11 @@ def test_a_game_of_a_thinking_template_and_its_rows(family, tmp_path, monkeypatc
     thoughts = [opening + thought for thought in THOUGHTS]
     prompts, replies, decode, encode = [], [], Codec.decode, Codec.encode
 
-    def scripted_decode(tokens, ids, prompt_cut):
+    def scripted_decode(tokens, ids, **known):
         number = len(replies)
         written = tokens.tokenizer(thoughts[number] + MESSAGES[number], add_special_tokens=False)["input_ids"]
         replies.append([*written, tokens.chat.end_id])
-        return decode(tokens, replies[-1][: -1 if number == 1 else None], prompt_cut)  # the second reply is cut
+        return decode(tokens, replies[-1][: -1 if number == 1 else None], **known)  # the second reply is cut
 
     def noted_encode(tokens, prompt):
         prompts.append(encode(tokens, prompt)[0])
@@ -92,7 +92,7 @@ def test_rows_of_thoughts_need_the_prompts_of_play():
 def test_special_tokens_are_left_out_and_an_unfinished_second_thought_is_private_too():
     tokens = Codec(thinking_tokenizer(OPENED), Sampling(thinking=True))
     ids = tokens.tokenizer("Hm.</think>A<|User|>B")["input_ids"]
-    assert tokens.decode(ids, False) == Reply("AB", LENGTH, len(ids), thought="Hm.</think>")
+    assert tokens.decode(ids) == Reply("AB", LENGTH, len(ids), thought="Hm.</think>")
     assert split_thought("a</think>b<think>c") == ("a</think>b<think>c", "")
     assert split_thought("a") == ("a", "") and split_thought("a", needs_tag=True) == ("", "a")
     assert split_thought("[THINK]a[/THINK] b") == ("[THINK]a[/THINK]", " b")

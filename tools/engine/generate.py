@@ -40,7 +40,7 @@ class BatchEngine(Engine):
             logits_processor=LogitsProcessorList([CheckLogits()]),
         )
         new_ids = output[:, input_ids.shape[1] :].tolist()
-        replies = [self.codec.decode(ids, cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
+        replies = [self.codec.decode(ids, prompt_cut=cut) for ids, (_, cut) in zip(new_ids, encoded, strict=True)]
         return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
 
     def _pad(self, rows: list[torch.Tensor]) -> torch.Tensor:

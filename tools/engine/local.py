@@ -73,17 +73,19 @@ class Codec:
             self.positions.check("a prompt and its reply", min(len(ids), limit) + self.sampling.max_new_tokens)
         return ids[-limit:], len(ids) > limit
 
-    def decode(self, ids: list[int], prompt_cut: bool) -> Reply:
-        """The reply that these token ids are, up to the first end token. Other special tokens are left out."""
+    def decode(self, ids: list[int], **known) -> Reply:
+        """The reply that these token ids are, up to the first end token. Other special tokens are left out.
+
+        `known`: all other fields of Reply that the engine knows, such as `prompt_cut`.
+        """
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         thinking = self.sampling.thinking
         ids = [token for token in ids[:end] if not thinking or token not in self.unseen_ids]
         text = self.tokenizer.decode(ids, skip_special_tokens=not thinking, clean_up_tokenization_spaces=False)
         finish_reason = LENGTH if end is None else STOP
-        if thinking:
-            return Reply.read(text, finish_reason, tokens, prompt_cut)
-        return Reply(text, finish_reason, tokens, prompt_cut)
+        make = Reply.read if thinking else Reply
+        return make(text, finish_reason, tokens, **known)
 
     @functools.cached_property
     def unseen_ids(self) -> set[int]:

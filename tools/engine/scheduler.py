@@ -8,6 +8,7 @@ time of a long one. This file only counts: it knows numbers of blocks, not what 
 from collections import deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
+from typing import Any
 
 BLOCK = 32  # tokens of a block
 PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory of activations
@@ -21,8 +22,8 @@ def num_blocks_for(tokens: int) -> int:
 class Request:
     number: int
     prompt_ids: list[int]
-    prompt_cut: bool
     game: int
+    known: dict[str, Any]  # fields of its Reply that are known so far, by name; they survive preemption
     reply: list[int] = field(default_factory=list)
 
 

@@ -44,7 +44,7 @@ class SlotEngine(Engine):
 
     def start(self, request: int, prompt: Prompt) -> None:
         ids, prompt_cut = self.codec.encode(prompt.text)
-        self.scheduler.waiting.append(Request(request, ids, prompt_cut, prompt.game_index))
+        self.scheduler.waiting.append(Request(request, ids, prompt.game_index, {"prompt_cut": prompt_cut}))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
@@ -117,7 +117,7 @@ class SlotEngine(Engine):
             slot.token_ids.append(token)
             return None
         self.scheduler.finish(slot)
-        return request.number, self.codec.decode(request.reply, request.prompt_cut)
+        return request.number, self.codec.decode(request.reply, **request.known)
 
 
 def _compute(model, step: Step) -> torch.Tensor:

@@ -107,7 +107,7 @@ class VLLMEngine:
             for output in self.llm.step():
                 if output.finished:
                     ids, prompt_cut = output.outputs[0].token_ids, self.prompt_cut.pop(output.request_id)
-                    replies.append((int(output.request_id), self.codec.decode(list(ids), prompt_cut)))
+                    replies.append((int(output.request_id), self.codec.decode(list(ids), prompt_cut=prompt_cut)))
         return replies
 
     def end(self) -> None:

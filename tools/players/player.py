@@ -111,11 +111,11 @@ class Reply:
 
     @classmethod
     def read(
-        cls, written: str, finish_reason: str, tokens: int | None, prompt_cut: bool = False, *, needs_tag: bool = False
+        cls, written: str, finish_reason: str, tokens: int | None, *, needs_tag: bool = False, **known
     ) -> "Reply":
         """The reply of a player that thinks, from all that it wrote. `needs_tag` as in `split_thought`."""
         thought, text = split_thought(written, needs_tag=needs_tag)
-        return cls(text, finish_reason, tokens, prompt_cut, thought or None)
+        return cls(text, finish_reason, tokens, thought=thought or None, **known)
 
     def stored(self) -> dict:
         """The reply as episodes hold it. Without a thought, its text is the message in the history."""

@@ -27,7 +27,7 @@ class Episode(TypedDict):
     history: list[dict[str, str]]  # "role" and "content"
     outcome: str
     length: int  # messages up to the decisive one
-    replies: list[dict]  # for each message: "finish_reason", "tokens", "prompt_cut"; with a thought: "thought", "text"
+    replies: list[dict]  # for each message the fields of its Reply that are known; "text" only with a thought
 
 
 class EpisodeFiles:
