@@ -14,8 +14,7 @@ from tools.engine import memory, scheduler
 from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK
-from tools.engine.slots import SlotEngine, can_hold, draw
-from tools.players import make
+from tools.engine.slots import AutoEngine, SlotEngine, can_hold, draw
 from tools.players.flags import PlayFlags
 from tools.players.player import SAMPLING, TESTING, Sampling
 from utils import UserError
@@ -307,7 +306,7 @@ def test_a_model_whose_attention_is_another_one_is_left_to_plain_batches(config)
     model = AutoModelForCausalLM.from_config(config(**SHAPE | {"num_key_value_heads": 4})).eval()
     plain = copy.deepcopy(model)
     local = LocalModel(model, build_tokenizer(), sampling())
-    engine = make._own_engine(local, PlayFlags(max_length=400, max_new_tokens=10), models=1, limit=4)
+    engine = AutoEngine.over(local, PlayFlags(max_length=400, max_new_tokens=10), models=1, limit=4)
     assert type(engine) is BatchEngine
     prompts = [(0, RULES), (1, RULES)]
     assert answer(engine, prompts) == generate(LocalModel(plain, build_tokenizer(), sampling()), prompts)

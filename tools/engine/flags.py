@@ -1,14 +1,33 @@
 """The flags of models in this process. No torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tools.flags import flag
 from tools.players.player import Sampling
 from utils import UserError
 
-AUTO, VLLM, SLOTS, GENERATE = "auto", "vllm", "slots", "generate"  # values of --engine
+AUTO = "auto"
+SLOTS = "slots"
+GENERATE = "generate"
+VLLM = "vllm"
 
 
+class EngineEntry(NamedTuple):
+    place: str  # module:Class of an Engine; it is imported when a model is loaded, because it brings torch
+    help: str
+
+
+ENGINES = {  # values of --engine
+    SLOTS: EngineEntry("tools.engine.slots:SlotEngine", "continuous batching with kept keys and values"),
+    GENERATE: EngineEntry("tools.engine.generate:BatchEngine", "batches of transformers' generate"),
+    VLLM: EngineEntry("tools.engine.vllm:VLLMEngine", "vLLM in this process"),
+    AUTO: EngineEntry(
+        "tools.engine.slots:AutoEngine",
+        "vllm if there are a GPU and the package vllm, else slots if the engine can compute the model's attention, "
+        "else generate",
+    ),
+}
 DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
 
 
@@ -42,11 +61,7 @@ class EngineFlags(ModelFlags, Sampling):
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
 
     engine: str = flag(
-        "slots: continuous batching with kept keys and values; generate: batches of transformers' generate; vllm: "
-        "vLLM in this process; auto: vllm if there are a GPU and the package vllm, else slots if the "
-        "engine can compute the model's attention, else generate",
-        default=AUTO,
-        choices=(AUTO, VLLM, SLOTS, GENERATE),
+        "; ".join(f"{name}: {entry.help}" for name, entry in ENGINES.items()), default=AUTO, choices=tuple(ENGINES)
     )
     per_device_eval_batch_size: int | None = flag(
         "prompts at once; unset: by memory (generate: 32, vllm: 256)", default=None, at_least=1

@@ -6,13 +6,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from tools.engine.flags import GENERATE
-from tools.engine.local import Codec, Engine, LocalModel, Prompt
+from tools.engine.flags import GENERATE, EngineFlags
+from tools.engine.local import Codec, LocalModel, OwnEngine, Prompt
 from tools.players.player import Reply
 from utils import UserError
 
+PROMPTS_AT_ONCE = 32  # unless --per_device_eval_batch_size says otherwise
 
-class BatchEngine(Engine):
+
+class BatchEngine(OwnEngine):
     """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
 
     name = GENERATE
@@ -22,6 +24,10 @@ class BatchEngine(Engine):
         self.codec, self.model, self.size = local.codec, local.model, batch_size
         self.computes_in = local.computes_in
         self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
+
+    @classmethod
+    def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> "BatchEngine":
+        return cls(local, min(flags.per_device_eval_batch_size or PROMPTS_AT_ONCE, limit))
 
     def start(self, request: int, prompt: Prompt) -> None:
         self.waiting.append((request, prompt.text))

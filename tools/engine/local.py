@@ -7,7 +7,9 @@ import asyncio
 import functools
 import math
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -136,7 +138,7 @@ class Prompt(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes the replies of one model to the requests of many games."""
+    """Computes the replies of one model to the requests of many games. ENGINES in flags.py lists the classes."""
 
     name: ClassVar[str]  # as in --engine
     codec: Codec
@@ -144,14 +146,32 @@ class Engine(Protocol):
     computes_in: str  # device and type of numbers, for the log
     size_limits_games: ClassVar[bool]  # whether a running game holds one of the `size` places
 
+    @classmethod
+    def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> AbstractContextManager["StartEngine"]:
+        """Load one of the `models` models of a match, and free its memory when the block ends."""
+
     def start(self, request: int, prompt: Prompt) -> None:
         """Queue a request, which has this number."""
 
     def run(self) -> list[tuple[int, Reply]]:
         """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
 
-    def end(self) -> None:
-        """Free the memory of the model, where that takes more than forgetting the engine."""
+
+StartEngine = Callable[[float], Engine]  # starts an engine of a loaded model, for at most so many games at once
+
+
+class OwnEngine(Engine):
+    """An engine over a model of transformers. The model stays loaded; each run of games has a new engine."""
+
+    @classmethod
+    @contextmanager
+    def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> Iterator[StartEngine]:
+        yield functools.partial(cls.over, load_local_model(folder, flags), flags, models)
+
+    @classmethod
+    def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> Engine:
+        """An engine of this model, one of `models`, for at most `limit` games at once."""
+        raise NotImplementedError
 
 
 class Batcher:

@@ -14,15 +14,17 @@ import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step, UnknownAttention
-from tools.engine.flags import SLOTS
-from tools.engine.generate import check_logits
+from tools.engine.flags import SLOTS, EngineFlags
+from tools.engine.generate import BatchEngine, check_logits
 from tools.engine.linear import pack_weights
-from tools.engine.local import Engine, LocalModel, Prompt
+from tools.engine.local import LocalModel, OwnEngine, Prompt
+from tools.engine.memory import slots_for_memory
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
 from tools.players.player import Reply, Sampling
+from utils import UserError
 
 
-class SlotEngine(Engine):
+class SlotEngine(OwnEngine):
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
     Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
@@ -41,6 +43,13 @@ class SlotEngine(Engine):
         block_limit = max(1, cache_tokens // BLOCK)
         self.scheduler = Scheduler(slots, block_limit=block_limit, max_new_tokens=sampling.max_new_tokens)
         self.caches: dict[int, LayerCache] = {}  # by layer
+
+    @classmethod
+    def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> "SlotEngine":
+        if not can_hold(local.model, flags.max_length):
+            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+        slots, cache_tokens = slots_for_memory(local.model, engines=models)
+        return cls(local, min(flags.per_device_eval_batch_size or slots, limit), cache_tokens)
 
     def start(self, request: int, prompt: Prompt) -> None:
         ids, prompt_cut = self.codec.encode(prompt.text)
@@ -118,6 +127,15 @@ class SlotEngine(Engine):
             return None
         self.scheduler.finish(slot)
         return request.number, self.codec.decode(request.reply, **request.known)
+
+
+class AutoEngine(OwnEngine):
+    """`--engine auto` without vLLM: the slot engine if it can run the model, else plain batches."""
+
+    @classmethod
+    def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> SlotEngine | BatchEngine:
+        kind = SlotEngine if can_hold(local.model, flags.max_length) else BatchEngine
+        return kind.over(local, flags, models, limit)
 
 
 def _compute(model, step: Step) -> torch.Tensor:

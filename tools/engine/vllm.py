@@ -5,6 +5,8 @@ import importlib.util
 import os
 import shlex
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,10 @@ from tools.players.player import Reply
 from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
 
 if TYPE_CHECKING:
-    from tools.engine.local import Prompt  # brings torch
+    from tools.engine.local import Prompt, StartEngine  # bring torch
 
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
+PROMPTS_AT_ONCE = 256  # unless --per_device_eval_batch_size says otherwise
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
 # Other variables that vLLM reads, unless the user has set them.
@@ -81,6 +84,14 @@ class VLLMEngine:
         self.llm = _start([*argv, *shlex.split(flags.vllm_args)])
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
+
+    @classmethod
+    @contextmanager
+    def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> Iterator["StartEngine"]:
+        """Start the only engine of this model, which takes the memory of a GPU until the block ends."""
+        engine = cls(folder, flags, flags.per_device_eval_batch_size or PROMPTS_AT_ONCE, models)
+        yield lambda limit: engine
+        engine.end()
 
     def start(self, request: int, prompt: "Prompt") -> None:
         from vllm import SamplingParams

@@ -7,33 +7,29 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM
-from tools.engine.vllm import VLLMEngine, has_vllm
+from tools.engine.flags import AUTO, ENGINES, VLLM
+from tools.engine.vllm import has_vllm
 from tools.games.game import Game, load_member, member_setting
 from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
-from utils import Stage, UserError, model_folder, model_setting, on_rank_0, rank, world_size
+from utils import Stage, model_folder, model_setting, on_rank_0, rank, world_size
 
 if TYPE_CHECKING:
-    from tools.engine.local import Engine, LocalModel  # brings torch
+    from tools.engine.local import Engine, StartEngine  # bring torch
     from tools.engine.state import TorchState
 
 logger = logging.getLogger(__name__)
-# Prompts at once, unless --per_device_eval_batch_size says otherwise:
-VLLM_PROMPTS = 256
-GENERATE_PROMPTS = 32
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-Start = Callable[[float], "Engine"]  # starts an engine of a loaded model, for at most so many games at once
 NoteEngines = Callable[[Iterable[str]], None]
 # One match's models by folder; the key is the text of models and flags.
-_loaded: dict[str, dict[Path, Start]] = {}
-_ends = ExitStack()  # the `end` of engines that must be ended by hand to leave memory
+_loaded: dict[str, dict[Path, "StartEngine"]] = {}
+_in_memory = ExitStack()  # the blocks of Engine.loaded that these models are in
 
 
 def is_local(name: str | Choose) -> bool:
@@ -136,39 +132,16 @@ def _start_engines(
     with state.in_use():
         if key not in _loaded:
             drop_models()
-            _loaded[key] = {folder: _load(folder, flags, len(folders)) for folder in folders}
+            engine_class = resolve_name(ENGINES[flags.engine].place)
+            blocks = {folder: engine_class.loaded(folder, flags, len(folders)) for folder in folders}
+            _loaded[key] = {folder: _in_memory.enter_context(block) for folder, block in blocks.items()}
         return {folder: start(limit) for folder, start in _loaded[key].items()}
-
-
-def _load(folder: Path, flags: PlayFlags, models: int) -> Start:
-    """Load one of `models` models. Returns what starts its engines: vLLM has one, ours are new for each run."""
-    if flags.engine == VLLM:
-        engine = VLLMEngine(folder, flags, flags.per_device_eval_batch_size or VLLM_PROMPTS, models)
-        _ends.callback(engine.end)
-        return lambda limit: engine
-    from tools.engine.local import load_local_model
-
-    return partial(_own_engine, load_local_model(folder, flags), flags, models)
-
-
-def _own_engine(local: "LocalModel", flags: PlayFlags, models: int, limit: float) -> "Engine":
-    from tools.engine.generate import BatchEngine
-    from tools.engine.memory import slots_for_memory
-    from tools.engine.slots import SlotEngine, can_hold
-
-    size = flags.per_device_eval_batch_size
-    if flags.engine != GENERATE and can_hold(local.model, flags.max_length):
-        slots, cache_tokens = slots_for_memory(local.model, engines=models)
-        return SlotEngine(local, min(size or slots, limit), cache_tokens)
-    if flags.engine == SLOTS:
-        raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
-    return BatchEngine(local, min(size or GENERATE_PROMPTS, limit))
 
 
 def drop_models() -> None:
     import torch
 
-    _ends.close()
+    _in_memory.close()
     _loaded.clear()
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where there is no GPU
