@@ -18,7 +18,7 @@ from helpers import ENVIRONMENT, ROOT, call, copy_model, descendants, finish, st
 import arguments
 from tools import run_spag
 from tools.assign_rewards import Flags as RewardFlags
-from tools.controls import Cloning, Sft, Silent
+from tools.controls import CONTROLS
 from tools.evaluate_belief import Flags as BeliefFlags
 from tools.evaluate_games import Flags as MatchFlags
 from tools.evaluate_reasoning import Flags as ReasoningFlags
@@ -33,7 +33,6 @@ from utils import write_json
 STAGES = ["imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report"]
 FLAGS = {"play_llm_game": PlayFlags, "assign_rewards": RewardFlags, "evaluate_games": MatchFlags}
 FLAGS |= {"evaluate_belief": BeliefFlags, "evaluate_reasoning": ReasoningFlags}
-CONTROLS = {"sft": Sft, "cloning": Cloning, "silent": Silent}
 
 # The flags of the commands of an epoch under the paper's settings on 8 GPUs.
 TRAINING = """--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 2048
@@ -235,13 +234,13 @@ def finished_run(inputs: dict, epochs: int, folder: Path, **changes) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("control", ["cloning", "sft", "silent"])
+@pytest.mark.parametrize("control", CONTROLS)
 def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_rows(
     commands, inputs, tmp_path, control
 ):
     spag, own = finished_run(inputs, 2, tmp_path / "spag"), tmp_path / "own"
     made = commands({"like": spag, "control": control, "output": own, "epochs": 2, "training.lora_rank": 4})
-    plays = control == "cloning"
+    plays = control not in ("sft", "silent")
     assert "imitation" not in made and "epoch1_play" not in made and ("epoch2_play" in made) == plays
     games = spag / "epoch1/episodes/imitation_sampling_words_results.json"
     assert not plays or str(games) in made["epoch1_rewards"]

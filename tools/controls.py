@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tools.flags import flag, parse_command
 from tools.selfplay.rows import ChatFlags, read_sft_rows, write_rows
@@ -62,16 +63,28 @@ def batch_factor(number: int, total: int, batch_size: float) -> float:
 
 @dataclass(kw_only=True)
 class Control:
+    """A way to make rows from rows; one that CONTROLS lists is a value of the loop's setting `control` too.
+
+    The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in run_spag.py.
+    """
+
+    # In the loop. True: the run plays games, and `rows` are of its winners. False: they are those of the run `like`.
+    plays_games: ClassVar[bool] = True
+    makes_game_rows: ClassVar[bool] = True  # False: training then needs --allow_no_game_rows
+
     rows: str = flag("file of rows, such as those that assign_rewards made")
     output: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
-    seed: int = flag("seed of the rows that are drawn", default=0)
 
 
 @dataclass(kw_only=True)
 class Sft(ChatFlags, Control):
     """SFT examples alone, repeated to as many rows as the file of rows has."""
 
+    plays_games = False
+    makes_game_rows = False
+
     sft_data_path: str = flag("file of SFT examples")
+    seed: int = flag("seed of the rows that are drawn", default=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
         examples = read_sft_rows(self.sft_data_path, self.load_chat_template())
@@ -82,6 +95,8 @@ class Sft(ChatFlags, Control):
 class Silent(Control):
     """The same rows, with weight 0 for rows of games."""
 
+    plays_games = False
+
     def make(self, rows: list[dict]) -> list[dict]:
         return [row if is_sft(row) else row | {"weight": 0.0} for row in rows]
 
@@ -89,6 +104,8 @@ class Silent(Control):
 @dataclass(kw_only=True)
 class Cloning(Control):
     """The same rows, with rows of games as SFT rows whose weight is reward * weight."""
+
+    makes_game_rows = False
 
     sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5)
     rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
@@ -104,13 +121,17 @@ class Draw(Control):
     """Rows of the file, of any kind: a drawn part, or all of them repeated until there are so many."""
 
     number: int = flag("number of rows", at_least=0)
+    seed: int = flag("seed of the rows that are drawn", default=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
         return drawn(rows, self.number, random.Random(self.seed))
 
 
+CONTROLS: dict[str, type[Control]] = {"cloning": Cloning, "sft": Sft, "silent": Silent}
+
+
 def main() -> None:
-    control = parse_command(Sft, Silent, Cloning, Draw, description=__doc__)
+    control = parse_command(*CONTROLS.values(), Draw, description=__doc__)
     elsewhere = ("output", "tokenizer", "trust_remote_code")
     settings = {name: value for name, value in vars(control).items() if name not in elsewhere}
     if isinstance(control, Sft) and (chat := control.load_chat_template()):

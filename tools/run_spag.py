@@ -29,6 +29,7 @@ from tools.loop.keys import (
     flags_of,
     has_reference,
     parse_command,
+    plays_games,
 )
 from tools.loop.machine import Question, ask
 from tools.loop.record import check_record, write_record
@@ -72,7 +73,7 @@ def steps(loop: Loop) -> Iterator[Step]:
         episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
-        elif loop.control not in ("sft", "silent"):
+        elif plays_games(loop.control):
             yield play(loop, epoch, model, player)
         yield from rows(loop, epoch, episodes)
         yield self_play_training(loop, epoch, model)
@@ -130,7 +131,7 @@ def trained_model(loop: Loop, stage: str, folder: str) -> str:
 def self_play_training(loop: Loop, epoch: int, model: str) -> Step:
     folder = f"{loop.output}/epoch{epoch}"
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
-    if loop.control in ("cloning", "sft"):
+    if loop.control and not loop.control_class.makes_game_rows:
         flags["allow_no_game_rows"] = True
     position = (epoch, PHASES.index("train"))
     return training(loop, "training", f"epoch{epoch}_train", position, f"{folder}/model", model, **flags)
@@ -163,23 +164,13 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 def rows(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
     """Make the rows of the games, or of a control: epochK/rows/rows.json."""
     folder = f"{loop.output}/epoch{epoch}/rows"
-    rows_of_like = f"{loop.like}/epoch{epoch}/rows/rows.json"
-    if loop.control == "sft":
-        names = ("sft_data_path", "chat_template", "thinking", "trust_remote_code")
-        flags = {name: loop.stages["rewards"].get(name) for name in names}
-        flags |= {"tokenizer": tokenizer_of_rows(loop), "seed": loop.seed + epoch}
-        yield control(loop, epoch, rows_of_like, flags)
-    elif loop.control == "silent":
-        yield control(loop, epoch, rows_of_like, {})
-    elif loop.control == "cloning":
-        yield rewards(loop, epoch, episodes, f"{folder}/winners.json")
-        table = loop.of("training")
-        is_by_step = table.loss_normalization == "step"  # over how many rows the loss is averaged
-        at_once = loop.global_batch if is_by_step else table.per_device_train_batch_size
-        flags = {"sft_coeff": table.lm_sft_coeff, "rows_at_once": at_once}
-        yield control(loop, epoch, f"{folder}/winners.json", flags)
-    else:
+    if not loop.control:
         yield rewards(loop, epoch, episodes, f"{folder}/rows.json")
+    elif plays_games(loop.control):
+        yield rewards(loop, epoch, episodes, f"{folder}/winners.json")
+        yield control(loop, epoch, f"{folder}/winners.json")
+    else:
+        yield control(loop, epoch, f"{loop.like}/epoch{epoch}/rows/rows.json")
 
 
 def rewards(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
@@ -195,11 +186,26 @@ def tokenizer_of_rows(loop: Loop) -> str | None:
     return loop.model if loop.of("rewards").chat_template else None
 
 
-def control(loop: Loop, epoch: int, source: str, flags: dict) -> Step:
+def control(loop: Loop, epoch: int, source: str) -> Step:
     """Make the rows of a control from a file of rows."""
-    flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json", **flags}
-    argv = [loop.control, *command_line(flags)]
+    flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json"}
+    argv = [loop.control, *command_line(flags | flags_of_control(loop, epoch))]
     return Step(f"epoch{epoch}_{loop.control}", (epoch, PHASES.index("rewards")), "tools/controls.py", argv)
+
+
+def flags_of_control(loop: Loop, epoch: int) -> dict:
+    """The flags of a control that the loop knows: those of [rewards] with the same name, and some more."""
+    table = loop.of("training")
+    is_by_step = table.loss_normalization == "step"  # over how many rows the loss is averaged
+    known = {
+        **loop.stages["rewards"],
+        "tokenizer": tokenizer_of_rows(loop),
+        "seed": loop.seed + epoch,
+        "sft_coeff": table.lm_sft_coeff,
+        "rows_at_once": loop.global_batch if is_by_step else table.per_device_train_batch_size,
+    }
+    names = [each.name for each in dataclasses.fields(loop.control_class)]
+    return {name: known[name] for name in names if name in known}
 
 
 def match(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:

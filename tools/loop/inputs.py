@@ -12,7 +12,7 @@ import utils
 from tools.flags import GameChoice
 from tools.games import prompts
 from tools.games.game import Game
-from tools.loop.keys import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop
+from tools.loop.keys import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop, plays_games
 from utils import UserError, read_json
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
@@ -125,7 +125,7 @@ def check_control(loop: Loop, rewards: Namespace) -> None:
     """Raise UserError for a control without the rows that it takes."""
     if loop.control == "sft" and not rewards.sft_data_path:
         raise UserError("control=sft needs rewards.sft_data_path, the only rows that it trains on")
-    if loop.control not in ("sft", "silent"):
+    if plays_games(loop.control):
         return
     if not loop.like:
         raise UserError(f"control={loop.control} needs like, the run whose rows it takes")

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import utils
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
+from tools.controls import CONTROLS, Control
 from tools.flags import build_parser, check_values, flag
 from utils import ROOT, UserError
 
 AUTO = "auto"
 NONE = "none"
-CONTROLS = ("cloning", "sft", "silent")
 Value = str | list[str]
 Settings = dict[str, Value | None]  # by name; None: the default of the program counts
 
@@ -54,7 +54,7 @@ class OwnSettings:
     imitation_model: str | None = flag("a trained imitation model, in the place of training one", default=None)
     first_episodes: str | None = flag("file of episodes that takes the place of epoch 1's play", default=None)
     like: str | None = flag("output of another run, which this one begins like (tools/loop/README.md)", default=None)
-    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=CONTROLS)
+    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=tuple(CONTROLS))
     until: str | None = flag(
         "stop after imitation, epochK_play, epochK_rewards or epochK_train; without it the same command goes on",
         default=None,
@@ -145,6 +145,10 @@ class Loop(OwnSettings):
         """The values of a stage's flags as its parser reads them, defaults too."""
         return parse_table(stage, self.stages[stage])
 
+    @property
+    def control_class(self) -> type[Control] | None:
+        return CONTROLS.get(self.control)
+
     def settings(self) -> Settings:
         """The settings by name, as they are recorded. Those that are not given are left out."""
         own = {name: getattr(self, name) for name in OWN if getattr(self, name) is not None}
@@ -210,6 +214,11 @@ def parse_command(stage: str, arguments_of_stage: list[str]):
 
         arguments.check_flags(read)
         return read
+
+
+def plays_games(control: str | None) -> bool:
+    """Whether a loop with this setting `control` plays games. Some controls take the rows of another run."""
+    return control not in CONTROLS or CONTROLS[control].plays_games
 
 
 def has_reference(train_method: str) -> bool:

@@ -17,6 +17,7 @@ from tools.loop.keys import (
     Settings,
     Value,
     expand,
+    plays_games,
     saying,
     with_equals,
 )
@@ -134,7 +135,7 @@ def kept_and_anew(folder: str, now: Settings, why_imitate: set[str], why_play: s
         kept.append(f"imitation ({now['imitation_model']})")
     elif now.get("imitation.train_data_path"):
         anew.append(f"imitation ({', '.join(sorted(why_imitate)) or 'imitation_model='})")
-    if now.get("control") not in ("sft", "silent"):
+    if plays_games(now.get("control")):
         if now.get("first_episodes"):
             kept.append(f"games of epoch 1 ({now['first_episodes']})")
         else:
