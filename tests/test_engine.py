@@ -59,13 +59,13 @@ def conversation(games: int, turns: int) -> list[list[tuple[int, str]]]:
 
 def watch(engine: SlotEngine) -> list[list[int]]:
     """The numbers of new tokens of the slots in each forward pass from now on."""
-    passes, forward = [], engine._forward
+    passes, forward = [], engine.forward
 
     def watched(slots, **options):
         passes.append([slot.num_new_tokens for slot in slots])
         return forward(slots, **options)
 
-    engine._forward = watched
+    engine.forward = watched
     return passes
 
 
@@ -117,7 +117,7 @@ def test_in_half_precision_logits_are_as_exact_as_those_of_a_plain_pass():
     local, half, full = llama(sampling()), llama(sampling()).model.bfloat16(), llama(sampling()).model
     local.model = local.model.bfloat16()
     engine, errors = SlotEngine(local, 3), {"engine": [], "plain": []}
-    engine_sample = engine._sample
+    engine_sample = engine.sample
 
     @torch.no_grad()
     def watched(slots, logits):
@@ -128,7 +128,7 @@ def test_in_half_precision_logits_are_as_exact_as_those_of_a_plain_pass():
             errors["plain"].append((plain - expected).square().mean())
         return engine_sample(slots, logits)
 
-    engine._sample = watched
+    engine.sample = watched
     for prompts in conversation(games=5, turns=3):
         answer(engine, prompts)
     by_engine, by_plain = (torch.stack(squares).mean().sqrt() for squares in errors.values())
@@ -138,9 +138,9 @@ def test_in_half_precision_logits_are_as_exact_as_those_of_a_plain_pass():
 @pytest.mark.parametrize("task_type, blocks", [(TESTING, 999), (SAMPLING, 8)])
 def test_on_a_pretend_gpu_replies_and_logits_are_those_of_the_cpu(task_type, blocks):
     class WatchedEngine(SlotEngine):
-        def _sample(self, slots, logits):
+        def sample(self, slots, logits):
             logged.append(to_cpu(logits).clone())
-            return super()._sample(slots, logits)
+            return super().sample(slots, logits)
 
     gpu, found = PretendGPU(), []
     for on_gpu in (False, True):
@@ -195,7 +195,7 @@ def test_a_short_reply_makes_room_while_a_long_one_goes_on():
         """Only game 0 goes on after its fifth token."""
         return [end if slot.request.game and len(slot.request.reply) == 4 else word for slot in slots]
 
-    engine._sample = sample
+    engine.sample = sample
     for game in range(6):
         engine.start(game, Prompt(f"{RULES}{game}", game))
     replies = {}

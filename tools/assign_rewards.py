@@ -7,13 +7,14 @@ Without --sft_data_path it makes the rows of imitation from a stronger model's g
 OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
+import glob
+import json
 import logging
 import random
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tools.flags import GameFlags, flag, parse_flags
@@ -29,7 +30,9 @@ from utils import (
     rows_setting,
     run_program,
     special_texts,
+    stage,
     without,
+    write_records,
 )
 
 __all__ = ["assign_rewards"]
@@ -93,7 +96,8 @@ def play_settings(path: str) -> dict:
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
     """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play."""
     phrases = []
-    then, now = play.get("prompt_templates"), settings["prompt_templates"]
+    then = play.get("prompt_templates")
+    now = settings["prompt_templates"]
     if then and then["sha256"] != now["sha256"]:
         phrases.append(f"--prompt_templates {now['path']} (played with {then['path']})")
     if play and bool(play.get("thinking")) != flags.thinking:
@@ -112,20 +116,21 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
     return phrases
 
 
-def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.RowsAndNotes:
-    """All rows, and the counts of games that stand in the record."""
-    episodes, results = [], []
+def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
+    """All rows, and what the record notes of the games: how they ended, and the weights of roles."""
+    episodes = []
+    results = []
     for path in flags.input_data_path:
         records = read_json_or_jsonl(path)
-        place = f"{path}: episode"
+        where = f"{path}: episode"
         if chat:  # a text of a special token would become that token in the rows
-            rewards.check_episodes(game, records, place, 1)
+            rewards.check_episodes(game, records, where, 1)
             special = special_texts(chat.tokenizer)
             for number, episode in enumerate(records, start=1):
                 if without(special, episode["target_word"]) != episode["target_word"]:
-                    raise UserError(f"{place} {number}: its word holds a special token of {flags.tokenizer}")
+                    raise UserError(f"{where} {number}: its word holds a special token of {flags.tokenizer}")
             records = [rows.episode_without(special, episode) for episode in records]
-        results += rewards.judge_episodes(game, records, place, 1)
+        results += rewards.judge_episodes(game, records, where, 1)
         episodes += records
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}
@@ -148,10 +153,18 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> rows.Rows
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game = flags.load_game()
-    templates, chat = flags.load_templates(game), flags.load_chat_template()
+    templates = flags.load_templates(game)
+    chat = flags.load_chat_template()
     settings = flags.settings(game, chat)
     warn_of_other_prompts(flags, settings)
-    rows.write_rows(flags.output_data_path, settings, partial(make_rows, flags, game, templates, chat))
+    output = flags.output_data_path
+    record = rows.rows_record(output)
+    with stage(record, settings, results=[glob.escape(Path(output).name)], ranks=False) as work:
+        if work.todo:
+            made, notes = make_rows(flags, game, templates, chat)
+            write_records(output, made)
+            work.notes |= notes | {"rows": rows.count_rows(made)}
+    print(json.dumps(work.notes))
 
 
 if __name__ == "__main__":

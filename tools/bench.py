@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tools.engine.flags import GENERATE, SLOTS, VLLM
 from tools.engine.random_model import random_llama, train_tokenizer
 from tools.engine.vllm import has_vllm
-from tools.flags import flag, parse_command
+from tools.flags import FlagGroup, flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.flags import PlayFlags
@@ -33,7 +33,7 @@ SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "
 
 
 @dataclass(kw_only=True)
-class Play:
+class Play(FlagGroup):
     """Play games of a model against itself, as tools/play_llm_game.py does."""
 
     games: int = flag("games of our engine", default=200, at_least=1)

@@ -8,15 +8,18 @@
 The record is O's name with _rewards_settings.json.
 """
 
+import glob
+import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from tools.flags import flag, parse_command
-from tools.selfplay.rows import ChatFlags, read_sft_rows, write_rows
-from utils import UserError, read_json_or_jsonl, rows_setting, run_program
+from tools.flags import FlagGroup, flag, parse_command
+from tools.selfplay.rows import ChatFlags, count_rows, read_sft_rows, rows_record
+from utils import UserError, read_json_or_jsonl, rows_setting, run_program, stage, write_records
 
 
 def is_sft(row: dict) -> bool:
@@ -62,7 +65,7 @@ def batch_factor(number: int, total: int, batch_size: float) -> float:
 
 
 @dataclass(kw_only=True)
-class Control:
+class Control(FlagGroup):
     """A way to make rows from rows; one that CONTROLS lists is a value of the loop's setting `control` too.
 
     The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in run_spag.py.
@@ -138,7 +141,13 @@ def main() -> None:
         settings["chat_template"] = chat.sha256
     settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
-    write_rows(control.output, settings, lambda: (control.make(read_json_or_jsonl(control.rows)), {}))
+    results = [glob.escape(Path(control.output).name)]
+    with stage(rows_record(control.output), settings, results=results, ranks=False) as work:
+        if work.todo:
+            made = control.make(read_json_or_jsonl(control.rows))
+            write_records(control.output, made)
+            work.notes["rows"] = count_rows(made)
+    print(json.dumps(work.notes))
 
 
 if __name__ == "__main__":

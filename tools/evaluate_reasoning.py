@@ -17,7 +17,7 @@ from tools.engine.flags import ModelFlags
 from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
 from tools.measure.reasoning import BENCHMARKS, Benchmark, NoResult, ask
 from tools.measure.reasoning_table import MEAN, Score, cell_text, read_score, score_rows, table_text
-from utils import UserError, model_setting, require, run_program, write_json, write_text
+from utils import UserError, model_setting, read_json, require, run_program, stage, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +73,20 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     for (name, model), benchmark in itertools.product(models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
+        record = path.with_name(f"{path.stem}_settings.json")
+        log = path.with_suffix(".log")
         asked = settings | {"model": model, "task": benchmark.task, "shots": benchmark.shots}
         try:
-            result = ask(command, asked, path)
+            with stage(record, asked, results=[path.name], ranks=False) as work:
+                if work.todo:
+                    write_json(path, ask(command, asked, log))
         except subprocess.CalledProcessError:
-            logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, path.with_suffix(".log"))
+            logger.error("%s on %s: the harness failed; see %s", name, benchmark.name, log)
             continue
         except NoResult as error:
-            log = path.with_suffix(".log")
             logger.error("%s on %s: the harness left no result (%s); see %s", name, benchmark.name, error, log)
             continue
+        result = read_json(path)
         versions.add(result["harness"])
         try:
             scores[name][benchmark.name] = read_score(result, benchmark.metric)

@@ -46,6 +46,14 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass(kw_only=True)
+class FlagGroup:
+    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked."""
+
+    def __post_init__(self):
+        check_values(self)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, which keeps the lines of its description. A boolean flag needs no value.
 
@@ -76,7 +84,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         hint = hints[field.name]
         several = get_origin(hint) is list
-        plain = next(part for part in (*get_args(hint), hint) if part is not type(None))  # int of list[int]
+        plain = _plain_type(hint)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         line = field.metadata["help"]
         if default not in (dataclasses.MISSING, None, []):
@@ -85,6 +93,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
         group.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
+
+
+def _plain_type(hint) -> type:
+    """The type of one value: int for the hints int, int | None and list[int]."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    return parts[0] if parts else hint
 
 
 def _is_required(field: dataclasses.Field) -> bool:
@@ -106,9 +120,7 @@ def build_parser(kind: type, **settings) -> Parser:
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
     """Read the command line into a dataclass of `flag` fields. UserError for a wrong flag."""
     parser = build_parser(kind, description=description, prog=prog)
-    flags = kind(**vars(parser.parse_args(argv)))
-    check_values(flags)
-    return flags
+    return kind(**vars(parser.parse_args(argv)))
 
 
 def parse_command(*kinds: type[T], description: str) -> T:
@@ -127,6 +139,8 @@ def check_values(flags, kind: type | None = None) -> None:
     `kind` is the dataclass of these flags where `flags` is what the parser has read.
     """
     for field in dataclasses.fields(kind or flags):
+        if "bounds" not in field.metadata:  # no flag
+            continue
         choices = field.metadata["settings"].get("choices")
         value = getattr(flags, field.name)
         if choices and value not in (*choices, field.default):
@@ -162,7 +176,7 @@ NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name} 
 
 
 @dataclass(kw_only=True)
-class GameChoice:
+class GameChoice(FlagGroup):
     group = "the game"
 
     game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)

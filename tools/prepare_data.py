@@ -12,7 +12,7 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import flag, parse_command
+from tools.flags import FlagGroup, flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import RULES, load_templates
 from utils import (
@@ -31,11 +31,12 @@ from utils import (
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
-RELEASED_RULES, RELEASED_INSTRUCTIONS = "GAME_RULE_PROMPTS", "PLAYER_INSTRUCT_PROMPTS"
+RELEASED_RULES = "GAME_RULE_PROMPTS"
+RELEASED_INSTRUCTIONS = "PLAYER_INSTRUCT_PROMPTS"
 
 
 @dataclass(kw_only=True)
-class Prompts:
+class Prompts(FlagGroup):
     """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run."""
 
     release: str = flag("file of the authors' repository that defines their prompts: utils.py")
@@ -55,7 +56,7 @@ class Prompts:
 
 
 @dataclass(kw_only=True)
-class Split:
+class Split(FlagGroup):
     """Draw words to hold out. Both lists keep the order; a word that comes twice, in any case, is written once."""
 
     input: str = flag("word list, one word a line")
@@ -82,14 +83,15 @@ def with_split(game: dict) -> dict:
 
 
 @dataclass(kw_only=True)
-class Imitation:
+class Imitation(FlagGroup):
     """Divide the games that come with this project by their split: the words of each part, and games to imitate."""
 
     output_dir: str = flag("folder to write to")
     games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
 
     def run(self) -> None:
-        folder, games = Path(self.output_dir), read_json_or_jsonl(self.games, with_split)
+        folder = Path(self.output_dir)
+        games = read_json_or_jsonl(self.games, with_split)
         listed = games + read_json_or_jsonl(GAMES)
         for split in ("played", "tuning", "held_out"):
             words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
@@ -98,7 +100,7 @@ class Imitation:
 
 
 @dataclass(kw_only=True)
-class English:
+class English(FlagGroup):
     """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games."""
 
     model: str = flag("the model, whose chat template the rows are in")
@@ -106,8 +108,10 @@ class English:
 
     def run(self) -> None:
         Imitation(output_dir=self.output_dir, games=str(ENGLISH / "plain_games.jsonl")).run()
-        folder, prompts = Path(self.output_dir), ROOT / "configs/prompts/english.json"
-        rows, anchor = folder / "imitation.json", folder / "anchor.json"
+        folder = Path(self.output_dir)
+        prompts = ROOT / "configs/prompts/english.json"
+        rows = folder / "imitation.json"
+        anchor = folder / "anchor.json"
         words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
         words += ["--prompt_templates", prompts, "--training_prompt", "play"]
         run_python(ROOT / "tools/assign_rewards.py", *words, "--chat_template", True, "--tokenizer", self.model)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.flags import flag
+from tools.flags import FlagGroup, flag
 from tools.players.player import Sampling
 from utils import UserError
 
@@ -32,7 +32,7 @@ DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
 
 
 @dataclass(kw_only=True)
-class ModelFlags:
+class ModelFlags(FlagGroup):
     """`dtype` is the type of the models' numbers; None: the one in each model's config."""
 
     group = "models in this process"
@@ -45,6 +45,7 @@ class ModelFlags:
     trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
 
     def __post_init__(self):
+        super().__post_init__()
         asked = {"--dtype": self.dtype, "--bf16": self.bf16 and "bfloat16", "--fp16": self.fp16 and "float16"}
         asked = {name: dtype for name, dtype in asked.items() if dtype}
         if len(set(asked.values())) > 1:
@@ -70,7 +71,3 @@ class EngineFlags(ModelFlags, Sampling):
         "GPUs of each process with vLLM; start (GPUs / this) processes", default=1, at_least=1
     )
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")
-
-    def __post_init__(self):
-        ModelFlags.__post_init__(self)
-        Sampling.__post_init__(self)

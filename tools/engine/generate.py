@@ -21,7 +21,9 @@ class BatchEngine(OwnEngine):
     size_limits_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):
-        self.codec, self.model, self.size = local.codec, local.model, batch_size
+        self.codec = local.codec
+        self.model = local.model
+        self.size = batch_size
         self.computes_in = local.computes_in
         self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
 

@@ -52,14 +52,18 @@ class Codec:
         vocab_size: float = math.inf,
         positions: Positions | None = None,
     ):
-        self.tokenizer, self.sampling, self.vocab_size, self.positions = tokenizer, sampling, vocab_size, positions
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+        self.positions = positions
         ends = generation.eos_token_id if generation else None
         ends = ends if isinstance(ends, list) else [ends]
         self.stop_ids: list[int] = sorted({tokenizer.eos_token_id, *ends} - {None})  # each ends a reply
         self.bos_id: int | None = tokenizer.bos_token_id
         self.chat: ChatTemplate | None = None
         if sampling.chat_template:
-            self.chat, self.bos_id = ChatTemplate(tokenizer, tokenizer.name_or_path, sampling.thinking), None
+            self.chat = ChatTemplate(tokenizer, tokenizer.name_or_path, sampling.thinking)
+            self.bos_id = None
             self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
@@ -232,9 +236,12 @@ class LocalPlayer(Player):
     """Plays with a model in this process. All local players of a process share one batcher."""
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
-        self.engine, self.batcher, self.seed = engine, batcher, seed
+        self.engine = engine
+        self.batcher = batcher
+        self.seed = seed
         self.special_texts = special_texts(engine.codec.tokenizer)
 
     async def reply(self, turn: Turn) -> Reply:
-        text, seed = turn.prompt(self.engine.codec.chat), draw_seed(self.seed, turn)
+        text = turn.prompt(self.engine.codec.chat)
+        seed = draw_seed(self.seed, turn)
         return await self.batcher.submit(self.engine, Prompt(text, turn.index, seed=seed))

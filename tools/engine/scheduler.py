@@ -109,7 +109,8 @@ class Scheduler:
 
     def __init__(self, slots: int, *, block_limit: float, max_new_tokens: int):
         self.slots = [Slot() for _ in range(slots)]
-        self.block_limit, self.max_new_tokens = block_limit, max_new_tokens
+        self.block_limit = block_limit
+        self.max_new_tokens = max_new_tokens
         self.waiting: deque[Request] = deque()
         self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
         self.prefix: list[int] = []  # token ids of the common prefix, which takes no blocks
@@ -151,8 +152,10 @@ class Scheduler:
         cached = _num_common(slot.token_ids, token_ids)
         if cached <= max(slot.num_prefix_tokens, prefix_tokens):  # the common prefix serves as well
             cached = slot.num_prefix_tokens = prefix_tokens
-        slot.token_ids, slot.num_cached_tokens = token_ids, cached
-        slot.request, slot.game = request, request.game
+        slot.token_ids = token_ids
+        slot.num_cached_tokens = cached
+        slot.request = request
+        slot.game = request.game
         self.block_manager.resize(slot.block_table, cached - slot.num_prefix_tokens)
         self.idle.remove(slot)
         self.waiting.remove(request)
@@ -203,7 +206,9 @@ class Scheduler:
 
     def _clear(self, slot: Slot) -> None:
         self.block_manager.resize(slot.block_table, 0)
-        slot.token_ids, slot.num_cached_tokens, slot.num_prefix_tokens = [], 0, 0
+        slot.token_ids = []
+        slot.num_cached_tokens = 0
+        slot.num_prefix_tokens = 0
         slot.request = slot.game = None
 
     def finish(self, slot: Slot) -> None:

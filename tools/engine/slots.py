@@ -34,7 +34,9 @@ class SlotEngine(OwnEngine):
     size_limits_games = True
 
     def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):
-        self.codec, self.model, self.size = local.codec, local.model, slots
+        self.codec = local.codec
+        self.model = local.model
+        self.size = slots
         self.computes_in = local.computes_in
         sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
@@ -62,7 +64,7 @@ class SlotEngine(OwnEngine):
             self._compute_prefix()
         while True:
             self.scheduler.admit()
-            if finished := self._step():
+            if finished := self.step():
                 return finished
 
     def _compute_prefix(self) -> None:
@@ -70,27 +72,28 @@ class SlotEngine(OwnEngine):
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))
             slot = Slot(token_ids=prefix, block_table=block_table, num_new_tokens=len(prefix))
-            self._forward([slot], prefix_length=0)
+            self.forward([slot], prefix_length=0)
             for cache in self.caches.values():
                 cache.set_prefix(len(prefix))
 
-    def _step(self) -> list[tuple[int, Reply]]:
+    def step(self) -> list[tuple[int, Reply]]:
         """One forward pass and a token for each complete slot. Returns (request, reply) pairs of ended replies."""
         slots, (targets, sources) = self.scheduler.schedule()
-        moves = [torch.tensor(blocks, device=self.model.device) for blocks in (targets, sources)]
+        targets = torch.tensor(targets, device=self.model.device)
+        sources = torch.tensor(sources, device=self.model.device)
         for cache in self.caches.values():
             cache.grow(self.scheduler.block_manager.num_blocks, self.scheduler.block_limit)
-            if targets:
-                cache.move_blocks(*moves)
-        logits = self._forward(slots, prefix_length=len(self.scheduler.prefix))
+            if len(targets):
+                cache.move_blocks(targets, sources)
+        logits = self.forward(slots, prefix_length=len(self.scheduler.prefix))
         complete = [slot for slot in slots if slot.is_complete]
-        sampled = self._sample(complete, logits) if complete else []
+        sampled = self.sample(complete, logits) if complete else []
         for slot in slots:
             slot.num_cached_tokens += slot.num_new_tokens
         replies = map(self._append, complete, sampled)
         return [reply for reply in replies if reply]
 
-    def _forward(self, slots: list[Slot], *, prefix_length: int) -> torch.Tensor:
+    def forward(self, slots: list[Slot], *, prefix_length: int) -> torch.Tensor:
         """Compute the new tokens. Returns float32 logits of the next tokens: (complete slots, vocabulary)."""
         step = Step(slots, prefix_length, self.caches, self.model.device)
 
@@ -104,7 +107,7 @@ class SlotEngine(OwnEngine):
         finally:
             handle.remove()
 
-    def _sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
+    def sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
         """A token for each of these slots. `logits`: (slots, vocabulary)."""
         check_logits(logits)
         sampling = self.codec.sampling
@@ -112,7 +115,8 @@ class SlotEngine(OwnEngine):
         lengths = [len(slot.request.reply) for slot in slots]
         too_short = [row for row, length in enumerate(lengths) if length < sampling.min_new_tokens]
         if too_short and stop_ids:
-            rows, columns = (torch.tensor(indices, device=logits.device) for indices in (too_short, stop_ids))
+            rows = torch.tensor(too_short, device=logits.device)
+            columns = torch.tensor(stop_ids, device=logits.device)
             logits[rows[:, None], columns] = -math.inf
         if not sampling.do_sample:
             return logits.argmax(-1).tolist()

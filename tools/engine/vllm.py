@@ -66,7 +66,8 @@ class VLLMEngine:
         generation = GenerationConfig.from_model_config(config)
         if (folder / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(folder)
-        self.codec, self.size = Codec(load_tokenizer(str(folder), **code), flags, generation), size
+        self.codec = Codec(load_tokenizer(str(folder), **code), flags, generation)
+        self.size = size
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
@@ -117,7 +118,8 @@ class VLLMEngine:
         while not replies:
             for output in self.llm.step():
                 if output.finished:
-                    ids, prompt_cut = output.outputs[0].token_ids, self.prompt_cut.pop(output.request_id)
+                    ids = output.outputs[0].token_ids
+                    prompt_cut = self.prompt_cut.pop(output.request_id)
                     replies.append((int(output.request_id), self.codec.decode(list(ids), prompt_cut=prompt_cut)))
         return replies
 

@@ -15,7 +15,8 @@ NAMED = "answerer names the place"
 class GuessMyCity(TwentyQuestions):
     """A task is `City, Country, Region`; a guess may name the city alone or with the country."""
 
-    name, title = "guess_my_city", "Guess My City"
+    name = "guess_my_city"
+    title = "Guess My City"
     prompt_file = Path(__file__).with_suffix(".json")
     outcomes = (
         Outcome(FOUND, points=(1.0, 1.0)),
@@ -33,7 +34,8 @@ class GuessMyCity(TwentyQuestions):
         return dict(zip(("city", "country", "region"), _parts(task), strict=True)) if role == ANSWERER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        role, text = history[-1]["role"], history[-1]["content"]
+        role = history[-1]["role"]
+        text = history[-1]["content"]
         city, country = self.forbidden(task)
         if role == ANSWERER:
             return NAMED if any(whole_word(place).search(text) for place in (city, country)) else None

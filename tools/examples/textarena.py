@@ -14,14 +14,17 @@ from pathlib import Path
 from tools.games.game import Game, History, Outcome
 from utils import UserError, user_errors
 
-ZERO, ONE = "player_zero", "player_one"
+ZERO = "player_zero"
+ONE = "player_one"
 NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")  # in the message of NLTK's LookupError
 
 
 class TextArena(Game):
     """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player."""
 
-    name, title, max_turns = "textarena", "TextArena", 50
+    name = "textarena"
+    title = "TextArena"
+    max_turns = 50
     prompt_file = Path(__file__).with_suffix(".json")
     roles = (ZERO, ONE)
     outcomes = (
@@ -36,7 +39,9 @@ class TextArena(Game):
 
     def __init__(self, env: str):
         _require_package()
-        self.env, self.name, self.title = env, f"{self.name}:{env}", env
+        self.env = env
+        self.name = f"{self.name}:{env}"
+        self.title = env
         limit = self._first_state().max_turns
         if limit:  # in messages; some environments take one more
             self.max_turns = math.ceil((limit + 1) / 2)

@@ -13,7 +13,9 @@ from tools.games import prompts
 from tools.games.game import History
 from utils import UserError, chat_text, user_errors
 
-SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+SYSTEM = "system"
+USER = "user"
+ASSISTANT = "assistant"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 OPEN_THOUGHT = re.compile(r"((<|\[)(think(?:ing)?>|THINK\]))\s*$")
 TAGS = re.compile(r"</?think(ing)?>|\[/?THINK\]")
@@ -43,7 +45,9 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
-        self.tokenizer, self.name, self.thinking = tokenizer, name, thinking
+        self.tokenizer = tokenizer
+        self.name = name
+        self.thinking = thinking
         if not tokenizer.chat_template:
             raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template")
         with user_errors(name, ValueError):  # several templates, and none of them the default
@@ -54,7 +58,8 @@ class ChatTemplate:
         except TemplateError:  # some refuse a system message
             self.has_system = False
         # Mistral's templates show a system message only in the user's last message, so ask for it without a reply.
-        with_system, prompt = self._render(SAMPLE[:2]), self._render(SAMPLE[1:2])
+        with_system = self._render(SAMPLE[:2])
+        prompt = self._render(SAMPLE[1:2])
         whole = self._render(SAMPLE[1:], reply_follows=False)
         must_appear = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)
         if not all(message["content"] in text for message, text in must_appear):

@@ -8,10 +8,14 @@ from pathlib import Path
 from tools.games.game import GUESS, SECRET, Game, History, Outcome
 from utils import ROOT, UserError, require
 
-ATTACKER, DEFENDER = "attacker", "defender"
-ATTACKER_WINS, DEFENDER_WINS = "attacker wins", "defender wins"
-ATTACKER_BREAKS, TIED = "attacker breaks the rules", "tied game"
-SUBSTRING, WHOLE_WORD = "substring", "word"
+ATTACKER = "attacker"
+DEFENDER = "defender"
+ATTACKER_WINS = "attacker wins"
+DEFENDER_WINS = "defender wins"
+ATTACKER_BREAKS = "attacker breaks the rules"
+TIED = "tied game"
+SUBSTRING = "substring"
+WHOLE_WORD = "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
 
 PREDICTION = r"i know the word! it."  # in lower-cased text
@@ -23,7 +27,9 @@ HALF_A_GUESS = "i know the word"  # ends play, as released; it is a guess only w
 class Taboo(Game):
     """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not."""
 
-    name, title, max_turns = "taboo", "Adversarial Taboo", 5
+    name = "taboo"
+    title = "Adversarial Taboo"
+    max_turns = 5
     prompt_file = ROOT / "configs" / "prompts" / "taboo.json"
     roles = (ATTACKER, DEFENDER)
     outcomes = (
@@ -43,7 +49,8 @@ class Taboo(Game):
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        role, text = history[-1]["role"], history[-1]["content"].lower()
+        role = history[-1]["role"]
+        text = history[-1]["content"].lower()
         predicts = re.search(PREDICTION, text) is not None
         if role == DEFENDER and predicts:
             right = self._says(text, derivatives(task), after=RIGHT_PREDICTION)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from tools.flags import build_parser, check_values, flag
+from tools.flags import FlagGroup, build_parser, flag
 from tools.games.game import load_member
 from tools.lab import table
 from tools.loop.keys import PROGRAMS, Loop, nearest, saying
@@ -34,7 +34,7 @@ running: set[subprocess.Popen] = set()  # programs at work, of all seeds
 
 
 @dataclass(kw_only=True)
-class Flags:
+class Flags(FlagGroup):
     output_dir: str | None = flag("folder of all results; unset: outputs/NAME_study for arms/NAME.toml", default=None)
     seeds: list[int] = flag("seeds of the study; the loops of seed N have the seed 100 x N", default=[0], unique=int)
     jobs: int = flag("seeds that run at once, with a thread each", default=1, at_least=1)
@@ -200,7 +200,6 @@ def main() -> None:
     given = vars(parser.parse_args())
     arms = given.pop("arms")
     flags = Flags(**given)
-    check_values(flags)
     study = read_study(arms, flags.settings)
     output = Path(flags.output_dir or f"outputs/{Path(arms).stem}_study")
     for number in (signal.SIGTERM, signal.SIGHUP):

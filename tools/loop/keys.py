@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import utils
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
 from tools.controls import CONTROLS, Control
-from tools.flags import build_parser, check_values, flag
+from tools.flags import FlagGroup, build_parser, check_values, flag
 from utils import ROOT, UserError
 
 AUTO = "auto"
@@ -45,7 +45,7 @@ def boolean_or_auto(text: str) -> bool | str:
 
 
 @dataclass(kw_only=True)
-class OwnSettings:
+class OwnSettings(FlagGroup):
     """The settings of the loop itself. All others are flags of a stage."""
 
     model: str = flag("base model: a folder, or a name on the hub")
@@ -207,9 +207,7 @@ def parse_command(stage: str, arguments_of_stage: list[str]):
     with saying(f"[{stage}] "):
         read = parser_of(stage).parse_args(arguments_of_stage)
         if program.flags:
-            flags = program.flags(**vars(read))
-            check_values(flags)
-            return flags
+            return program.flags(**vars(read))
         import arguments  # brings transformers
 
         arguments.check_flags(read)

@@ -1,4 +1,4 @@
-"""One model on one benchmark: one run of lm-evaluation-harness, whose result is kept."""
+"""One model on one benchmark: one run of lm-evaluation-harness."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json, stage, write_json
+from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json
 
 TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
 LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
@@ -40,23 +40,18 @@ BENCHMARKS = (
 )
 
 
-def ask(command: Sequence[str], settings: Mapping, path: Path) -> dict:
-    """Ask a model a benchmark, unless its result is there. Returns the content of `path`, which README.md describes.
+def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
+    """Ask a model a benchmark. Returns its metrics and the harness's version, as README.md describes.
 
     `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size.
-    CalledProcessError if the harness fails, NoResult if it leaves no result; its messages are in a .log beside `path`.
+    CalledProcessError if the harness fails, NoResult if it leaves no result; `log` gets its messages.
     """
-    record = path.with_name(f"{path.stem}_settings.json")
-    with stage(record, settings, results=[path.name], ranks=False) as work:
-        if work.todo:
-            with TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
-                run_harness([*command, *harness_flags(settings, folder)], path.with_suffix(".log"))
-                try:
-                    result = read_result(Path(folder), settings["task"])
-                except UserError as error:
-                    raise NoResult(str(error)) from error
-                write_json(path, result)
-    return read_json(path)
+    with TemporaryDirectory(prefix=f".{log.stem}.", dir=log.parent) as folder:
+        run_harness([*command, *harness_flags(settings, folder)], log)
+        try:
+            return read_result(Path(folder), settings["task"])
+        except UserError as error:
+            raise NoResult(str(error)) from error
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from tools.flags import check_values, flag
+from tools.flags import FlagGroup, flag
 from tools.games import prompts
 from tools.games.game import Game, History
 from utils import UserError, without
@@ -14,7 +14,8 @@ from utils import UserError, without
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
 SCRIPTED = "scripted:"  # begins the name of a player that is a function
-SAMPLING, TESTING = "sampling", "testing"  # tokens are drawn at random, or the likeliest token is taken each time
+SAMPLING = "sampling"  # tokens are drawn at random
+TESTING = "testing"  # the likeliest token is taken each time
 OPENING_TAGS = tuple(prompts.THOUGHT_TAGS)
 CLOSING_TAGS = tuple(prompts.THOUGHT_TAGS.values())
 
@@ -50,7 +51,7 @@ class Turn:
 
 
 @dataclass(kw_only=True)
-class Sampling:
+class Sampling(FlagGroup):
     """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens.
 
     A flag with a `neutral` value is a parameter with which tokens are drawn. Its name is that of transformers'
@@ -80,7 +81,7 @@ class Sampling:
     )
 
     def __post_init__(self):
-        check_values(self)
+        super().__post_init__()
         if not self.min_new_tokens <= self.max_new_tokens < self.max_length:
             raise UserError("--max_length must be above --max_new_tokens, and --min_new_tokens at most that")
 
@@ -191,7 +192,8 @@ class ScriptedPlayer(Player):
     """A function, plain or async, chooses the messages. With `thinking`, one may begin with a thought in tags."""
 
     def __init__(self, choose: Choose, thinking: bool = False):
-        self.choose, self.thinking = choose, thinking
+        self.choose = choose
+        self.thinking = thinking
 
     async def reply(self, turn: Turn) -> Reply:
         chosen = self.choose(turn)

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.flags import check_values, flag
+from tools.flags import FlagGroup, flag
 from tools.games.game import EPISODE_KEYS, Game
 from utils import UserError, user_errors
 
-WINNER, ALL = "winner", "all"  # values of --messages
+# Values of --messages:
+WINNER = "winner"
+ALL = "all"
 
 
 @dataclass(kw_only=True)
-class RewardFlags:
+class RewardFlags(FlagGroup):
     group = "rewards"
 
     decay_weight: float = flag(
@@ -29,7 +31,7 @@ class RewardFlags:
     messages: str = flag("make rows of the winner's messages, or of all", default=WINNER, choices=(WINNER, ALL))
 
     def __post_init__(self):
-        check_values(self)
+        super().__post_init__()
         if self.messages == ALL and (self.losers or self.ties):
             raise UserError("--messages all pays every message 1; leave out --losers and --ties")
 
@@ -43,28 +45,30 @@ class Result(NamedTuple):
     rewards: dict[str, float]  # above 0, by role: of those that the game pays
 
 
-def check_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> None:
-    """Raise UserError that names the first invalid episode by `place` and its number, which counts from `first`."""
+def check_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: int) -> None:
+    """Raise UserError that names the first invalid episode by `where` and its number, which counts from `first`."""
     for number, episode in enumerate(episodes, start=first):
-        with user_errors(f"{place} {number}", ValueError, UserError):
+        with user_errors(f"{where} {number}", ValueError, UserError):
             game.check_episode(episode)
 
 
-def judge_episodes(game: Game, episodes: Sequence[Mapping], place: str, first: int) -> list[Result]:
+def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: int) -> list[Result]:
     """Judge the episodes of which rows are made. UserError for an invalid one, and for a message out of turn.
 
     A query is the prompt of the role whose turn it is: under it, another role's message would be taught to the wrong
-    player. `place` and `first` name an episode as in `check_episodes`.
+    player. `where` and `first` name an episode as in `check_episodes`.
     """
-    check_episodes(game, episodes, place, first)
+    check_episodes(game, episodes, where, first)
     results = [game_result(game, episode) for episode in episodes]
     for number, (episode, result) in enumerate(zip(episodes, results, strict=True), start=first):
-        history, task = episode["history"][: result.length], episode["target_word"]
+        history = episode["history"][: result.length]
+        task = episode["target_word"]
         for index, message in enumerate(history):
-            speaker, expected = message["role"], game.next_role(task, history[:index])
+            speaker = message["role"]
+            expected = game.next_role(task, history[:index])
             if speaker != expected:
                 wrong = f"the {speaker} speaks, where it is the {expected}'s turn"
-                raise UserError(f"{place} {number}: message {index}: {wrong}; leave this game out, or mend it")
+                raise UserError(f"{where} {number}: message {index}: {wrong}; leave this game out, or mend it")
     return results
 
 

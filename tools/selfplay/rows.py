@@ -1,7 +1,5 @@
 """From episodes and SFT examples to training rows, and the record of a file of rows. No torch."""
 
-import glob
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from tools.flags import flag
+from tools.flags import FlagGroup, flag
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
 from tools.players.player import join_thought, reply_without
@@ -29,15 +27,15 @@ from utils import (
     load_tokenizer,
     read_records,
     read_row,
-    stage,
     without,
-    write_records,
 )
 
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # brings transformers
 
-RANDOM, PLAY = "random", "play"  # values of --training_prompt
+# Values of --training_prompt:
+RANDOM = "random"
+PLAY = "play"
 
 
 class Row(TypedDict, total=False):
@@ -55,12 +53,11 @@ class Row(TypedDict, total=False):
     thought: bool  # the target begins with one, and is exactly what the model wrote
 
 
-RowsAndNotes = tuple[list[Row], dict]  # the notes stand in the record of a file of rows
 PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
 
 
 @dataclass(kw_only=True)
-class ChatFlags:
+class ChatFlags(FlagGroup):
     group = "chat templates"
 
     chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
@@ -119,7 +116,8 @@ def game_rows(
     weights = role_weights(game, results)
     rows: list[Row] = []
     for episode, result in zip(episodes, results, strict=True):
-        history, task = episode["history"][: result.length], episode["target_word"]
+        history = episode["history"][: result.length]
+        task = episode["target_word"]
         payments = role_payments(game, result, flags, weights)
         count = Counter(message["role"] for message in history)
         rewards = {role: iter(message_rewards(payments[role].reward, count[role], flags)) for role in payments}
@@ -170,7 +168,8 @@ def assign_rewards(
     PLAY those of play. `flags` are further ones of RewardFlags. UserError for one outside its bounds, and for an
     invalid episode or one in which a role speaks out of turn, by its index.
     """
-    game, episodes = game or load_game(), list(episodes)
+    game = game or load_game()
+    episodes = list(episodes)
     reward_flags = RewardFlags(decay_weight=decay_weight, **flags)
     results = judge_episodes(game, episodes, "episode", 0)
     prompt = prompt_fn(game, training_prompt, rng=rng, templates=templates)
@@ -211,16 +210,10 @@ def alpaca_to_turn(example: Mapping) -> dict:
 # The record of a file of rows.
 
 
-def write_rows(path: str, settings: Mapping, make: Callable[[], RowsAndNotes]) -> None:
-    """Write the rows that `make` gives, once. X_rewards_settings.json, the record beside X.json, holds its notes."""
+def rows_record(path: str) -> Path:
+    """The record beside X.json, a file of rows: X_rewards_settings.json."""
     file = Path(path)
-    record, results = file.with_name(f"{file.stem}_rewards_settings.json"), [glob.escape(file.name)]
-    with stage(record, settings, results=results, ranks=False) as work:
-        if work.todo:
-            rows, notes = make()
-            write_records(file, rows)
-            work.notes |= notes | {"rows": count_rows(rows)}
-    print(json.dumps(work.notes))
+    return file.with_name(f"{file.stem}_rewards_settings.json")
 
 
 def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:

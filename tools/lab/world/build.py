@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tools.flags import flag, parse_flags
+from tools.flags import FlagGroup, flag, parse_flags
 from tools.games.game import EPISODE_KEYS
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
@@ -43,7 +43,7 @@ BELIEF_ROUNDS = 5
 
 
 @dataclass(kw_only=True)
-class Flags:
+class Flags(FlagGroup):
     output_dir: str = flag("folder to write to")
     seed: int = flag("of everything that is drawn", default=0)
     pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
