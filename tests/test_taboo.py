@@ -69,6 +69,7 @@ def test_derivatives_agree_with_the_recorded_ones_in_order(word, expected):
         ("I know the word! It 1234567art", True),  # a gap of eight characters
         ("I know the word! It 12345678art", False),
         ("I know the word! It 1234567`art`", True),  # the quotes belong to the form, and begin after eight characters
+        ("I know the word! It art", True),  # a gap of one character
         ("I know the word! Itart", False),  # the gap has at least one character
         ("I know the word! It is\nart", False),  # and no line ends in it
         ("I know the word! It is song. I know the word! It is art.", True),

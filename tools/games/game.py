@@ -113,6 +113,10 @@ class Game:
         Only the first `2 * max_turns` messages count. Raises ValueError for an invalid task, message, or number.
         """
         self._check(history, task)
+        return self.verdict(history, task, max_turns)
+
+    def verdict(self, history: History, task: str, max_turns: float) -> Verdict:
+        """What `judge` returns, for messages and a task that were checked before."""
         counted = min(len(history), self.message_limit(max_turns))
         for length in range(1, counted + 1):
             if outcome := self.decide(task, history[:length]):

@@ -18,9 +18,8 @@ SUBSTRING = "substring"
 WHOLE_WORD = "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
 
-PREDICTION = r"i know the word! it."  # in lower-cased text
-RIGHT_PREDICTION = r"i know the word! it.{1,8}"  # the word follows
-SENTENCE = re.compile(PREDICTION + r"[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
+GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")  # in lower-cased text; the word follows 1 to 8 characters
+GUESS_SENTENCE = re.compile(r"i know the word! it.[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 HALF_A_GUESS = "i know the word"  # ends play, as released; it is a guess only with "! it"
 
 
@@ -49,13 +48,13 @@ class Taboo(Game):
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:
+        """A defender's guess alone decides, whatever else the message says; else a form of the word does."""
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
-        predicts = re.search(PREDICTION, text) is not None
-        if role == DEFENDER and predicts:
-            right = self._says(text, derivatives(task), after=RIGHT_PREDICTION)
-            return DEFENDER_WINS if right else ATTACKER_WINS
-        if predicts or self._says(text, _forms(task)):
+        guesses = GUESS_START.search(text) is not None
+        if role == DEFENDER and guesses:
+            return DEFENDER_WINS if self._guesses_right(text, task) else ATTACKER_WINS
+        if guesses or self._says(text, _forms(task)):
             return ATTACKER_WINS if role == DEFENDER else ATTACKER_BREAKS
         return None
 
@@ -72,13 +71,27 @@ class Taboo(Game):
         forms = sorted(_forms(task), key=len, reverse=True)
         secrets = re.finditer("|".join(map(self._pattern, forms)), text, re.IGNORECASE)
         marks = [(SECRET, *match.span()) for match in secrets]
-        return marks + [(GUESS, *match.span()) for match in SENTENCE.finditer(text)]
+        return marks + [(GUESS, *match.span()) for match in GUESS_SENTENCE.finditer(text)]
 
-    def _says(self, text: str, forms: list[str], after: str = "") -> bool:
+    def _guesses_right(self, text: str, task: str) -> bool:
+        """Whether a guess names the word: a derivative begins 1 to 8 characters behind "it", on the same line."""
+        said = [form for form in derivatives(task) if form in text]
+        for guess in GUESS_START.finditer(text):
+            positions = range(guess.end() + 1, guess.end(1) + 1)
+            if any(self._is_at(position, text, form) for position in positions for form in said):
+                return True
+        return False
+
+    def _is_at(self, position: int, text: str, form: str) -> bool:
+        if self.match == SUBSTRING:
+            return text.startswith(form, position)  # to compile a pattern for each word takes most of the judge's time
+        return re.compile(self._pattern(form)).match(text, position) is not None
+
+    def _says(self, text: str, forms: list[str]) -> bool:
         said = [form for form in forms if form in text]
-        if self.match == SUBSTRING and not after:
-            return bool(said)  # without a pattern for each word, which would take most of the judge's time
-        return any(re.search(after + self._pattern(form), text) for form in said)
+        if self.match == SUBSTRING:
+            return bool(said)
+        return any(re.search(self._pattern(form), text) for form in said)
 
     def _pattern(self, form: str) -> str:
         """Finds the form. As a whole word, no two letters or digits may meet at its edges."""

@@ -74,7 +74,7 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
 
 def game_result(game: Game, episode: Mapping) -> Result:
     """Judge a valid episode. Raises ValueError for rewards that a game may not pay."""
-    outcome, length = game.judge(*(episode[key] for key in EPISODE_KEYS))
+    outcome, length = game.verdict(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
     for role, reward in rewards.items():
         if role not in game.roles or not 0 <= reward < math.inf:

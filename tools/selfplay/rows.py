@@ -119,10 +119,12 @@ def game_rows(
         history = episode["history"][: result.length]
         task = episode["target_word"]
         payments = role_payments(game, result, flags, weights)
-        count = Counter(message["role"] for message in history)
-        rewards = {role: iter(message_rewards(payments[role].reward, count[role], flags)) for role in payments}
-        for index, message in enumerate(history):
-            if (role := message["role"]) not in payments:
+        speakers = [message["role"] for message in history]
+        rewards = {}
+        for role, payment in payments.items():
+            rewards[role] = iter(message_rewards(payment.reward, speakers.count(role), flags))
+        for index, (role, message) in enumerate(zip(speakers, history, strict=True)):
+            if role not in payments:
                 continue
             row: Row = {
                 "query": prompt(history[:index], task, episode["max_turns"]),
