@@ -4,21 +4,18 @@ The texts are complete: they hold BOS, if the template writes it, and the token 
 """
 
 import hashlib
-import re
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tools.games import prompts
 from tools.games.game import History
-from utils import UserError, chat_text, user_errors
+from utils import UserError, chat_text, user_errors, without
 
 SYSTEM = "system"
 USER = "user"
 ASSISTANT = "assistant"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
-OPEN_THOUGHT = re.compile(r"((<|\[)(think(?:ing)?>|THINK\]))\s*$")
-TAGS = re.compile(r"</?think(ing)?>|\[/?THINK\]")
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
 
 
@@ -48,36 +45,70 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.name = name
         self.thinking = thinking
-        if not tokenizer.chat_template:
-            raise UserError(f"{name}: its tokenizer has no chat template; leave out --chat_template")
-        with user_errors(name, ValueError):  # several templates, and none of them the default
-            template = tokenizer.get_chat_template()
-        self.sha256 = hashlib.sha256(template.encode()).hexdigest()
-        try:
-            self.has_system = SAMPLE[0]["content"] in self._apply(SAMPLE[:2])
-        except TemplateError:  # some refuse a system message
-            self.has_system = False
+        self.sha256 = hashlib.sha256(self._template().encode()).hexdigest()
+        self.has_system = self._shows_system_messages()
+        system, user, answer = SAMPLE
         # Mistral's templates show a system message only in the user's last message, so ask for it without a reply.
-        with_system = self._render(SAMPLE[:2])
-        prompt = self._render(SAMPLE[1:2])
-        whole = self._render(SAMPLE[1:], reply_follows=False)
-        must_appear = (SAMPLE[0], with_system), (SAMPLE[1], with_system), (SAMPLE[1], whole), (SAMPLE[2], whole)
-        if not all(message["content"] in text for message, text in must_appear):
-            raise UserError(f"{name}: its chat template leaves out messages; leave out --chat_template")
-        before, _, after = whole.rpartition(SAMPLE[-1]["content"])
-        self.lead = before.removeprefix(prompt) if before.startswith(prompt) else ""  # what it writes before a reply
-        lead_ids = tokenizer(self.lead, add_special_tokens=False)["input_ids"]
-        shown = str(tokenizer.decode(lead_ids, skip_special_tokens=True))
-        if TAGS.sub("", shown).strip():  # as gpt-oss, whose replies name their channels
-            raise UserError(f"{name}: its replies begin with {self.lead!r}, which the other player would read")
-        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        self.end_id = next((token for token in ids if token in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
-        end = str(tokenizer.convert_ids_to_tokens(self.end_id))
-        self.end = (after.partition(end)[0] if end in after else "") + end  # and behind it
-        if opened := OPEN_THOUGHT.search(prompt):
-            if not thinking:  # the other player would read it
-                raise UserError(f"{name}: its template begins replies with {opened[1]}; leave out --chat_template")
-            self.lead = f"\n{opened[2]}/{opened[3]}\n\n"  # a message without a thought: the thought is empty
+        with_system = self._render([system, user])
+        prompt = self._render([user])
+        conversation = self._render([user, answer], reply_follows=False)
+        self._check_it_shows(system, user, text=with_system)
+        self._check_it_shows(user, answer, text=conversation)
+        before_answer, _, after_answer = conversation.rpartition(answer["content"])
+        # A target is target_start, the message, and target_end, which ends with the token `end_id`.
+        self.target_start = self._target_start(prompt, before_answer)
+        self.end_id = self._ending_token(after_answer)
+        self.target_end = self._target_end(after_answer)
+
+    def _template(self) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError(f"{self.name}: its tokenizer has no chat template; leave out --chat_template")
+        with user_errors(self.name, ValueError):  # several templates, and none of them the default
+            return self.tokenizer.get_chat_template()
+
+    def _shows_system_messages(self) -> bool:
+        system, user, _ = SAMPLE
+        try:
+            return system["content"] in self._apply([system, user])
+        except TemplateError:  # some refuse a system message
+            return False
+
+    def _check_it_shows(self, *messages: dict[str, str], text: str) -> None:
+        if not all(message["content"] in text for message in messages):
+            raise UserError(f"{self.name}: its chat template leaves out messages; leave out --chat_template")
+
+    def _target_start(self, prompt: str, before_answer: str) -> str:
+        """What a target without a thought has before its message; often nothing.
+
+        It is what the template writes between prompt and answer, such as an empty thought. If the prompt opens a
+        thought, it is the closing tag. UserError for a text that the other player would read.
+        """
+        written = before_answer.removeprefix(prompt) if before_answer.startswith(prompt) else ""
+        shown = str(self.tokenizer.decode(self._ids(written), skip_special_tokens=True))
+        if without(prompts.ALL_THOUGHT_TAGS, shown).strip():  # as gpt-oss, whose replies name their channels
+            raise UserError(f"{self.name}: its replies begin with {written!r}, which the other player would read")
+        opened = next((tag for tag in prompts.THOUGHT_TAGS if prompt.rstrip().endswith(tag)), None)
+        if opened is None:
+            return written
+        if not self.thinking:
+            raise UserError(f"{self.name}: its template begins replies with {opened}; leave out --chat_template")
+        return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
+
+    def _ending_token(self, after_answer: str) -> int:
+        """The token that ends a reply: the first special one which the template writes after an answer, else EOS."""
+        for token in self._ids(after_answer):
+            if token in self.tokenizer.added_tokens_decoder:
+                return token
+        return self.tokenizer.eos_token_id
+
+    def _target_end(self, after_answer: str) -> str:
+        """What the template writes after an answer, up to and including the token that ends a reply."""
+        end_token = str(self.tokenizer.convert_ids_to_tokens(self.end_id))
+        before_end, found, _ = after_answer.partition(end_token)
+        return before_end + end_token if found else end_token
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
         """The prompt of play, up to where the reply begins."""
@@ -94,9 +125,10 @@ class ChatTemplate:
         query = row["query"]
         if row.get("type") == "sft":
             query = self._render([{"role": USER, "content": query}])
-        target = f"{self.lead}{row['target'].strip()}{self.end}"
         if row.get("thought"):
             target = row["target"] + self.tokenizer.decode([self.end_id])
+        else:
+            target = self.target_start + row["target"].strip() + self.target_end
         return row | {"query": query, "target": target, "chat_template": True}
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
