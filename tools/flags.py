@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ge, gt, le
-from typing import NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
@@ -90,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         if default not in (dataclasses.MISSING, None, []):
             line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
-        settings = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
+        settings: dict[str, Any] = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
         group.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
 

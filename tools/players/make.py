@@ -58,7 +58,7 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
 def engine_notes(work: Stage) -> NoteEngines:
     """A function that notes the engines of this start in the record of a stage, after those of earlier starts."""
     earlier = work.notes.get("engines", [])
-    names = set()
+    names: set[str] = set()
 
     def note_engines(more: Iterable[str]) -> None:
         names.update(more)
