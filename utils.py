@@ -419,9 +419,13 @@ def write_text(path: StrPath, text: str) -> None:
 
 
 def write_json(path: StrPath, value) -> None:
-    """Write a value as JSON, which knows no NaN and no infinity: null stands for them."""
-    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    write_text(path, json.dumps(finite, ensure_ascii=False, indent=2) + "\n")
+    """Write a value as JSON, as `finite_json` makes it."""
+    write_text(path, json.dumps(finite_json(value), ensure_ascii=False, indent=2) + "\n")
+
+
+def finite_json(value):
+    """A value as JSON can hold it, which knows no NaN and no infinity: null stands for them."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def write_words(path: StrPath, words: Iterable[str]) -> None:

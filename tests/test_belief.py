@@ -42,6 +42,10 @@ def guess(word):
     return f"I know the word! It is `{word}`!"
 
 
+def message_lines(folder) -> list[dict]:
+    return utils.read_json_or_jsonl(folder / "belief_messages.jsonl")
+
+
 GUESSED = episode("apple", "It grows on trees.", "Which?", "In pies too.", guess("apple"))
 BROKEN = episode("pear", "Green.", "Hm?", "It is a pear.")
 TIED = episode("plum", "Blue.", "So?", "Sweet.", "Oh.", "Round.", "Ah.")
@@ -55,7 +59,7 @@ def full_forward(model, prompt, sentence):
     return sum(float(logprobs[len(prompt) + at - 1, token]) for at, token in enumerate(sentence))
 
 
-def test_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeypatch):
+def test_log_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeypatch):
     monkeypatch.setattr(belief, "AT_ONCE", 4)  # sentences: two trees a prompt
     local = load_local_model(utils.model_folder(tiny_model), EngineFlags())
     messages = 0
@@ -72,7 +76,7 @@ def test_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeyp
             assert row["belief"] == pytest.approx(values[secret], abs=1e-4)
             assert row["logprobs"] == pytest.approx(values, abs=2e-4) and next(iter(row["logprobs"])) == secret
             total = math.log(math.fsum(math.exp(value - values[secret]) for value in values.values()))
-            assert row["share"] == pytest.approx(-total, abs=1e-4)
+            assert row["log_share"] == pytest.approx(-total, abs=1e-4)
             assert row["rank"] == sorted(values.values(), reverse=True).index(values[secret]) + 1
             messages += 1
     assert messages == 15
@@ -90,20 +94,18 @@ class Table:
         return SimpleNamespace(logits=self.logprobs[input_ids])
 
 
-def test_share_and_rank_by_hand():
+def test_log_share_and_rank_by_hand():
     half, quarter = math.log(0.5), math.log(0.25)
     model = Table([[half, quarter, quarter], [quarter, half, quarter], [quarter, quarter, half]])
     logprobs = belief.sentence_logprobs(model, [2, 0], [[1, 1], [0, 0], [2, 0]])  # 1/8, 1/4, 1/16
     assert logprobs == pytest.approx([math.log(1 / 8), math.log(1 / 4), math.log(1 / 16)])
-    assert belief.share(logprobs) == pytest.approx(math.log(2 / 7)) and belief.rank(logprobs) == 2
+    assert belief.log_share(logprobs) == pytest.approx(math.log(2 / 7)) and belief.rank(logprobs) == 2
     assert belief.rank(logprobs[1:]) == 1 and belief.rank(logprobs[::-1]) == 3
-    # Each divided by 2: 1/8, 1/4 and 1/16 become 1/sqrt(8), 1/2 and 1/4.
-    assert belief.share(logprobs, 2) == pytest.approx(math.log(8**-0.5 / (8**-0.5 + 0.75)))
-    assert belief.share([-3.0] * 7) == pytest.approx(-math.log(7)) and belief.rank([-3.0] * 7) == 1
+    assert belief.log_share([-3.0] * 7) == pytest.approx(-math.log(7)) and belief.rank([-3.0] * 7) == 1
     assert belief.rank([math.nan, -1.0]) == 2 and belief.rank([-1.0, math.nan]) == 2
 
 
-def test_true_hints_raise_the_share_and_false_ones_do_not():
+def test_true_hints_raise_log_share_and_false_ones_do_not():
     """A model learns from true hints about 40 words to name them; then it hears new games with true or false hints."""
     words, templates = load_lexicon().held_out(), load_templates(build.PROMPTS, build.GAME)
 
@@ -133,7 +135,7 @@ def test_true_hints_raise_the_share_and_false_ones_do_not():
     def rise(skill: Skill) -> float:
         how = {"candidates": words, "templates": templates}
         measured = [measure_game(local, build.GAME, game, **how) for game in games(1, skill)]
-        return sum(messages[-1]["share"] - messages[0]["share"] for messages in measured) / len(measured)
+        return sum(messages[-1]["log_share"] - messages[0]["log_share"] for messages in measured) / len(measured)
 
     assert rise(build.TRUE_HINTS) > max(1, rise(replace(build.TRUE_HINTS, stray=1)))
 
@@ -214,83 +216,67 @@ def test_a_sentence_is_encoded_as_the_target_of_a_row_without_its_end(in_chat):
     assert ids == [*ours, *encode_sentence(tokenizer, guess("apple"), chat), end]
 
 
-def message(word: str, hints: int, share: float, last: int = 1, **more) -> dict:
-    head = {"target_word": word, "outcome": "tied game", "hints": hints, "last_hint": hints == last, "rank": 1}
-    return head | {"share": share, "logprobs": {word: share, "other": math.log1p(-math.exp(share))}} | more
+def message(hints: int, log_share: float, rank: int = 1, last: int = 1) -> dict:
+    numbers = {"log_share": log_share, "rank": rank, "belief": 2 * log_share, "logprobs": {"a": -1, "b": -2, "c": -3}}
+    return {"hints": hints, "last_hint": hints == last, **numbers}
 
 
-def test_means_by_hand_and_intervals_by_word():
-    messages = [message("a", 0, -1.0), message("a", 1, -2.0, rank=2), message("a", 1, -4.0), message("b", 1, -6.0)]
-    rows = list(program.table_rows({"m": [*messages, message("c", 1, -0.5)]}))
-    heads = [(row["hints"], row["games"], row["candidates"]) for row in rows]
-    assert heads == [(0, 1, 2), (1, 4, 2), ("last", 4, 2)]
-    assert rows[0]["share"] == -1 and rows[0]["share interval"] is None
-    mean = -12.5 / 4
-    error = math.sqrt(3 / 2 * ((-6 - 2 * mean) ** 2 + (-6 - mean) ** 2 + (-0.5 - mean) ** 2)) / 4  # residuals by word
-    half = 4.302653 * error  # Student's quantile with two degrees of freedom
-    assert rows[1]["share"] == mean and rows[1]["share interval"] == pytest.approx([mean - half, mean + half])
-    assert rows[1]["rank_1"] == 0.75
-    unknown = [message("a", 1, -1.0), message("b", 1, math.nan)]
-    assert all(math.isnan(row["share"]) for row in program.table_rows({"m": unknown}))  # 0 would be certainty
+def test_means_by_number_of_hints_and_after_the_last_hint_by_hand():
+    """Four games have one hint, a fifth has two."""
+    messages = [message(1, -2.0, rank=2), message(1, -4.0), message(1, -6.0), message(0, -1.0), message(1, -0.5)]
+    rows = program.mean_rows("m", [*messages, message(1, -2.5, last=2), message(2, -1.5, rank=3, last=2)])
+    values = [tuple(row[name] for name in ("hints", "games", "log_share", "rank_1", "belief")) for row in rows]
+    assert values == [(0, 1, -1, 1, -2), (1, 5, -3, 0.8, -6), (2, 1, -1.5, 0, -3), ("last", 5, -2.8, 0.6, -5.6)]
+    assert {(row["model"], row["candidates"]) for row in rows} == {("m", 3)}
+    (row,) = program.mean_rows("m", [message(0, -1.0), message(0, math.nan)])
+    assert math.isnan(row["log_share"])  # without the NaN it would look better than it is
 
 
-def test_a_model_that_is_only_sharper_has_the_same_tempered_share():
-    draw = random.Random(0)
-    values = [[draw.gauss(1, 1), *(draw.gauss(0, 1) for _ in range(9))] for _ in range(40)]
-    plain, sharp = (
-        [
-            message(
-                f"w{number % 8}",
-                1,
-                belief.share(row, divisor),
-                logprobs={str(at): each / divisor for at, each in enumerate(row)},
-            )
-            for number, row in enumerate(values)
-        ]
-        for divisor in (1, 0.4)
-    )
-    measured = {"plain": plain, "sharp": sharp}
-    for messages in measured.values():
-        program.add_tempered(messages)
-    program.add_differences(measured)
-    assert abs(sum(each["share_difference"] for each in sharp)) > 4
-    assert [each["tempered_difference"] for each in sharp] == pytest.approx([0] * 40, abs=1e-3)
-    # The number is fitted on the other half of the words: here on the words w1, w3, w5 and w7.
-    fitted = program.best_divisor([row for number, row in enumerate(values) if number % 2])
-    assert plain[0]["tempered"] == belief.share(values[0], fitted)
-    near = [sum(belief.share(row, fitted * by) for row in values[1::2]) for by in (0.98, 1, 1.02)]
-    assert max(near) == near[1]
-
-
-def test_the_program_compares_models_by_message_and_keeps_every_number(tmp_path, tiny_model, other_model):
+def test_the_program_writes_a_line_a_message_and_means_by_number_of_hints(tmp_path, tiny_model, other_model):
     utils.write_records(tmp_path / "games.jsonl", [*GAMES, episode("kiwi", "Furry.") | {"split": "played"}])
     flags = {"models": [f"base={tiny_model}", f"epoch1={other_model}"], "games": tmp_path / "games.jsonl"}
     flags |= {"split": "held_out", "output_dir": tmp_path / "out", "game_options": "match=word"}
     printed = call(program.main, *flags_of(flags)).output
-    stored = json.loads((tmp_path / "out" / "belief.json").read_text())
-    base, epoch1 = stored["messages"]["base"], stored["messages"]["epoch1"]
+    messages = message_lines(tmp_path / "out")
+    base, epoch1 = ([line for line in messages if line["model"] == name] for name in ("base", "epoch1"))
     of_games = [(game, hints) for game, number in enumerate((3, 2, 4)) for hints in range(number)]
-    assert [(row["game"], row["hints"]) for row in base[:9]] == of_games
-    for row, other in zip(epoch1, base, strict=True):  # the split takes games, not words
-        assert row["logprobs"].keys() == other["logprobs"].keys() == {*WORDS, "kiwi"}
-        assert row["share_difference"] == row["share"] - other["share"]
-    last = next(row for row in stored["table"] if (row["model"], row["hints"]) == ("epoch1", "last"))
-    assert last["games"] == len(GAMES) and len(last["share_difference interval"]) == 2 and last["candidates"] == 7
+    assert [(line["game"], line["hints"]) for line in base[:9]] == of_games
+    for line, other in zip(epoch1, base, strict=True):  # the split takes games, not words
+        assert line["logprobs"].keys() == other["logprobs"].keys() == {*WORDS, "kiwi"}
+        assert line["target_word"] == other["target_word"] and line["log_share"] != other["log_share"]
+        assert line["belief"] == pytest.approx(line["logprobs"][line["target_word"]], abs=1e-4)
+    table = json.loads((tmp_path / "out" / "belief.json").read_text())["table"]
+    last = next(row for row in table if (row["model"], row["hints"]) == ("epoch1", "last"))
+    after_last = [line["log_share"] for line in epoch1 if line["last_hint"]]
+    assert last["games"] == len(GAMES) == len(after_last) and last["candidates"] == 7
+    assert last["log_share"] == pytest.approx(sum(after_last) / len(after_last))
     assert printed == (tmp_path / "out" / "belief.txt").read_text()
+    assert f"| epoch1 | last | 6 | 7 | {last['log_share']:.3f} |" in printed
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors
+
+
+def test_candidates_come_from_a_file_and_one_word_alone_is_refused(tmp_path, tiny_model):
+    utils.write_records(tmp_path / "games.jsonl", GAMES)
     (tmp_path / "words.txt").write_text("pear\nfig\ngoat\n")
-    other = flags | {
-        "models": f"m={tiny_model}",
-        "output_dir": tmp_path / "other",
-        "candidates": tmp_path / "words.txt",
-    }
-    call(program.main, *flags_of(other))
-    entries = json.loads((tmp_path / "other" / "belief.json").read_text())["messages"]["m"]
-    for row in entries:
-        assert len(row["logprobs"]) == 3 and row["target_word"] in row["logprobs"]
-        assert row["target_word"] != "pear" or row["logprobs"].keys() == {"pear", "fig", "goat"}
+    flags = {"models": f"m={tiny_model}", "games": tmp_path / "games.jsonl", "output_dir": tmp_path / "out"}
+    call(program.main, *flags_of(flags | {"candidates": tmp_path / "words.txt"}))
+    for line in message_lines(tmp_path / "out"):
+        assert len(line["logprobs"]) == 3 and line["target_word"] in line["logprobs"]
+        assert line["target_word"] != "pear" or line["logprobs"].keys() == {"pear", "fig", "goat"}
     utils.write_records(tmp_path / "games.jsonl", GAMES[:1])
     alone = flags_of(flags | {"output_dir": tmp_path / "alone"})
     assert "other candidates" in call(program.main, *alone, status=2).errors
+
+
+def test_numbers_of_a_model_whose_logits_are_nan_are_null(tmp_path, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.lm_head.weight.data.fill_(math.nan)
+    for part in (model, build_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    utils.write_records(tmp_path / "games.jsonl", GAMES[:2])
+    flags = {"models": f"m={tmp_path / 'model'}", "games": tmp_path / "games.jsonl", "output_dir": tmp_path / "out"}
+    assert "| m | last | 2 | 2 | nan | 0.000 | nan |" in call(program.main, *flags_of(flags)).output
+    assert "NaN" not in (tmp_path / "out" / "belief_messages.jsonl").read_text()
+    assert {line["log_share"] for line in message_lines(tmp_path / "out")} == {None}

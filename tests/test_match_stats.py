@@ -11,7 +11,6 @@ from tools.measure.estimates import (
     clustered_standard_error,
     estimate,
     holm,
-    mean_difference,
     student,
     t_quantile,
     wilson,
@@ -44,14 +43,6 @@ def test_wilsons_interval_is_that_of_the_textbooks():
 )
 def test_games_that_are_all_alike_count_once_a_word(sizes, totals, mean, interval):
     assert estimate(sizes, totals) == (mean, pytest.approx(interval, abs=1e-4))
-
-
-def test_the_interval_of_a_difference_is_students_over_words():
-    """Residuals as above; two degrees of freedom."""
-    mean, (low, high) = mean_difference([2, 2, 4], [2, -1, 3])
-    error = clustered_standard_error([2, 2, 4], [2, -1, 3])
-    assert mean == 4 / 8 and (low + high) / 2 == pytest.approx(mean)
-    assert (high - low) / 2 == pytest.approx(4.302653 * error)
 
 
 def test_intervals_and_p_values_of_independent_values_are_students_and_holm_adjusts_p_values():

@@ -62,7 +62,7 @@ def output(tmp_path) -> Path:
             games += met("imitation", epoch.name, {ATTACKER_BREAKS: 4, DEFENDER_WINS: 6}, words=words)
         make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
         rows = [
-            {"model": model, "hints": hints, "share": value, "share interval": [-9, 0], "candidates": 40}
+            {"model": model, "hints": hints, "log_share": value, "candidates": 40}
             for model in (["base"] if number == 1 else []) + [epoch.name]  # as the loop asks them
             for hints, value in ((0, -5.0), (1, -2.0), ("last", -1.0))
         ]
@@ -98,7 +98,7 @@ def test_a_run_is_reported_whole(output):
 
 
 def test_belief_of_a_model_whose_logits_are_nan_is_a_gap(output):
-    table = [{"model": "m", "hints": 0, "share": None, "share interval": [None, None], "candidates": 9}]
+    table = [{"model": "m", "hints": 0, "log_share": None, "candidates": 9}]
     write_json(output / "epoch2/belief/belief.json", {"table": table})
     ((_, figure),) = report_page.belief_charts(read_folder(output, TABOO).belief)
     assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1

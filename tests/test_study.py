@@ -52,12 +52,12 @@ def add_benchmark(folder: Path, percents: dict[str, float]) -> None:
     write_json(folder / "reasoning/results.json", {"results": rows})
 
 
-def add_belief(folder: Path, shares: dict[str, float]) -> None:
-    """Results of tools/evaluate_belief.py: the share of each model after the last hint, and before the first one."""
-    for model, value in shares.items():
+def add_belief(folder: Path, log_shares: dict[str, float]) -> None:
+    """Results of tools/evaluate_belief.py: log_share of each model after the last hint, and before the first one."""
+    for model, value in log_shares.items():
         row = {"model": model, "hints": "last", "candidates": 40}
-        row |= {"share": value, "rank_1": 0.5, "tempered": value / 2}
-        write_json(folder / model / "belief/belief.json", {"table": [row, row | {"hints": 0, "share": -9.0}]})
+        row |= {"log_share": value, "rank_1": 0.5, "belief": -20.0}
+        write_json(folder / model / "belief/belief.json", {"table": [row, row | {"hints": 0, "log_share": -9.0}]})
 
 
 @pytest.fixture
@@ -98,33 +98,33 @@ def test_a_table_has_the_mean_over_seeds_of_each_number_by_arm_and_epoch(seeds):
     assert means["as defender", "released", "2"] == (over_two(0.4, 0.36), "2")
     assert means["points", "detached", "1"] == ("0.500", "2")
     assert means[ATTACKER_WINS, "imitation", "0"] == (over_two(0.5, 0.52), "2")
-    assert means["share among 40", "base", "0"] == ("-5.500", "2")
-    assert means["share among 40, 0 hints", "base", "0"] == ("-9.000", "2")
+    assert means["log_share among 40", "base", "0"] == ("-5.500", "2")
+    assert means["log_share among 40, 0 hints", "base", "0"] == ("-9.000", "2")
     assert means["rank 1 among 40", "released", "1"] == ("0.500", "2")
     assert means["PIQA", "released", "2"] == (over_two(60, 64, ".1f"), "2")
     assert (means["steps", "detached", "2"][0], means["rows", "detached", "2"][0]) == ("32.0", "2000.0")
 
 
 def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_values_by_holm(seeds):
-    primary = [["share among 40", "detached", "released"], ["as attacker", "detached", "released"]]
+    primary = [["log_share among 40", "detached", "released"], ["as attacker", "detached", "released"]]
     minus = [["points", "detached", "released"], ["as attacker", "released", "base"]]
-    minus += [["share among 40", "detached", "base"], ["share among 40", "detached", "typo"]]
+    minus += [["log_share among 40", "detached", "base"], ["log_share among 40", "detached", "typo"]]
     shown = sections(table.table_text(seeds, primary, minus))
     declared = shown["Primary comparisons"]
-    shares = declared["share among 40", "detached", "released"]
-    assert (shares["epoch"], shares["difference"]) == ("2", over_two(1, 2, "+.3f"))
-    assert shares["of each seed"] == "+1.000, +2.000"
+    log_shares = declared["log_share among 40", "detached", "released"]
+    assert (log_shares["epoch"], log_shares["difference"]) == ("2", over_two(1, 2, "+.3f"))
+    assert log_shares["of each seed"] == "+1.000, +2.000"
     wins = declared["as attacker", "detached", "released"]
     assert wins["difference"] == over_two(0.1, 0.02, "+.3f")
-    assert (shares["p by Holm"], wins["p by Holm"]) == (
+    assert (log_shares["p by Holm"], wins["p by Holm"]) == (
         "0.410",
         "0.410",
     )  # p is 0.205 and 0.374; twice the smaller is the larger
     further = shown["Further comparisons"]
-    assert further["share among 40", "detached", "base"]["difference"] == over_two(4.5, 5.5, "+.3f")
+    assert further["log_share among 40", "detached", "base"]["difference"] == over_two(4.5, 5.5, "+.3f")
     points = further["points", "detached", "released"]
     assert (points["difference"], points["p"]) == ("+0.000", "-")
-    assert further["share among 40", "detached", "typo"]["difference"] == "-"
+    assert further["log_share among 40", "detached", "typo"]["difference"] == "-"
     assert further["as attacker", "released", "base"]["difference"] == "-"
 
 
@@ -283,7 +283,7 @@ def prepare(folder, seed, settings):
 
 def after(loop):
     row = {"model": "imitation", "hints": "last", "games": 20, "candidates": 40}
-    row |= {"share": -3.0, "rank_1": 0.5, "tempered": -2.0}
+    row |= {"log_share": -3.0, "rank_1": 0.5, "belief": -20.0}
     Path(loop, "belief.json").write_text(json.dumps({"table": [row]}))
 """
 ARMS = """
@@ -341,7 +341,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     again = call(study.main, arms, *flags).output
     assert [re.search(r"seed2/(\w+) like", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
     assert "seed 2: sft" in again and "released" not in again
-    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["share among 40"] == -3.0
+    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["log_share among 40"] == -3.0
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
 
@@ -429,7 +429,7 @@ def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(
     for folder in ("imitation", "epoch2", "epoch10"):
         (loop / folder / "model").mkdir(parents=True)
     (loop / "epoch11/episodes").mkdir(parents=True)
-    preparations.share_among_all(str(loop))
+    preparations.belief_among_all(str(loop))
     newest = f"--models epoch10={loop}/epoch10/model imitation={loop}/imitation/model --games"
     assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")
 

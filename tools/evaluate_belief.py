@@ -3,29 +3,29 @@
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief.json (every number, an entry a message) and DIR/belief.txt (a table). tools/measure/belief.py
-defines share, rank and belief. Shares among different numbers of candidates do not compare.
+Writes DIR/belief_messages.jsonl (a line for each model and message), DIR/belief.json (means by number of hints) and
+DIR/belief.txt (the means as a table). tools/measure/belief.py defines log_share, rank and belief. Values of log_share
+among different numbers of candidates do not compare.
 """
 
 import gc
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
-import pandas as pd
 from tqdm import tqdm
 
 from tools.engine.flags import EngineFlags, ModelFlags
 from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
 from tools.games.game import Game
 from tools.games.prompts import Templates
-from tools.measure.estimates import estimate, markdown, mean_difference, with_interval
+from tools.measure.estimates import markdown
 from tools.selfplay.rewards import check_episodes
 from utils import (
     UserError,
     files_setting,
+    finite_json,
     model_folder,
     model_setting,
     read_json_or_jsonl,
@@ -33,16 +33,19 @@ from utils import (
     run_program,
     stage,
     write_json,
+    write_records,
     write_text,
 )
 
-NUMBERS, TABLE = "belief.json", "belief.txt"
-MEASURES = ("share", "rank_1", "tempered", "belief", "share_difference", "tempered_difference")
+MESSAGES = "belief_messages.jsonl"
+MEANS = "belief.json"
+TABLE = "belief.txt"
+LAST = "last"  # in the place of a number of hints: after the last hint of each game
 
 
 @dataclass(kw_only=True)
 class Flags(GameFlags, ModelFlags):
-    models: list[NamedPath] = flag("models to compare, the first with the others", **NAMED_MODELS)
+    models: list[NamedPath] = flag("models to compare", **NAMED_MODELS)
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
     output_dir: str = flag("folder of the results")
@@ -79,7 +82,7 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
         raise UserError(f"{flags.games}: no games of --split {flags.split}")
     candidates = draw_candidates(game, words, flags.most_candidates, flags.seed)
     if fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates) < 2:
-        raise UserError(f"{flags.candidates or flags.games}: one word alone; a share needs other candidates")
+        raise UserError(f"{flags.candidates or flags.games}: one word alone; log_share needs other candidates")
     return episodes, candidates
 
 
@@ -97,7 +100,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
         max_new_tokens=1,
     )
     local = load_local_model(model_folder(path), engine_flags)
-    # The same for all messages: shares among different numbers of candidates do not compare.
+    # The same for all messages: values of log_share among different numbers of candidates do not compare.
     among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
@@ -106,76 +109,34 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
     return messages
 
 
-def add_tempered(messages: Sequence[dict]) -> None:
-    """Give each message its share after all log-probabilities of the model are divided by one number.
-
-    The number is fitted on half of the words and used on the other half. So a model gains nothing by being sharper, or
-    less sharp, than what it knows warrants.
-    """
-    from tools.measure.belief import share
-
-    words = sorted({message["target_word"] for message in messages})
-    for fitted, used in itertools.permutations([words[::2], words[1::2]]):
-        last = [message for message in messages if message["last_hint"] and message["target_word"] in fitted]
-        divisor = best_divisor([list(message["logprobs"].values()) for message in last])
-        for message in messages:
-            if message["target_word"] in used:
-                message["tempered"] = share(list(message["logprobs"].values()), divisor)
-
-
-def best_divisor(logprobs: Sequence[Sequence[float]]) -> float:
-    """The divisor with which the mean share of the right guesses, the first of each row, is highest."""
-    from scipy.optimize import minimize_scalar  # takes a second
-
-    from tools.measure.belief import share
-
-    if not logprobs:
-        return 1.0
-
-    def loss(log_divisor: float) -> float:
-        return -sum(share(each, math.exp(log_divisor)) for each in logprobs)
-
-    return math.exp(minimize_scalar(loss, bounds=(-4, 4), method="bounded").x)
-
-
-def add_differences(measured: Mapping[str, list[dict]]) -> None:
-    """Give each message of later models the difference of its shares from the first model's."""
-    first, *others = measured.values()
-    for messages in others:
-        for message, message_of_first in zip(messages, first, strict=True):
-            for name in ("share", "tempered"):
-                message[f"{name}_difference"] = message[name] - message_of_first[name]
-
-
-def table_rows(measured: Mapping[str, list[dict]]) -> Iterator[dict]:
-    """Means for each model and number of hints, each with its 95% interval."""
-    for model, messages in measured.items():
-        frame = pd.DataFrame(messages)
-        frame["rank_1"] = frame["rank"] == 1
-        last = frame[frame.last_hint].assign(hints="last")  # in the place of a number
-        for hints, group in (*frame.groupby("hints"), *last.groupby("hints")):
-            row = {"model": model, "hints": hints, "games": len(group), "candidates": len(group.logprobs.iloc[0])}
-            for name in MEASURES:
-                if name in group:
-                    row[name], row[f"{name} interval"] = mean_by_word(group, name)
-            yield row
-
-
-def mean_by_word(messages: pd.DataFrame, name: str) -> tuple[float, list[float] | None]:
-    """The mean of a number, and its interval, for which all messages about a word count as one cluster."""
-    by_word = messages.groupby("target_word")[name]
-    sizes, totals = by_word.agg(["size", lambda values: sum(values)]).to_numpy().T  # pandas' "sum" leaves NaN out
-    if name == "rank_1":
-        return estimate(sizes, totals)
-    return mean_difference(sizes, totals) if len(sizes) > 1 else (totals[0] / sizes[0], None)
+def mean_rows(model: str, messages: Sequence[Mapping]) -> list[dict]:
+    """The means of a model's messages after each number of hints, and after the last hint of each game."""
+    groups: dict[int | str, list[Mapping]] = {}
+    for message in sorted(messages, key=lambda message: message["hints"]):
+        groups.setdefault(message["hints"], []).append(message)
+    if last := [message for message in messages if message["last_hint"]]:
+        groups[LAST] = last
+    rows = []
+    for hints, group in groups.items():
+        right_is_likeliest = [message for message in group if message["rank"] == 1]
+        row = {
+            "model": model,
+            "hints": hints,
+            "games": len(group),
+            "candidates": len(group[0]["logprobs"]),
+            "log_share": fmean(message["log_share"] for message in group),
+            "rank_1": len(right_is_likeliest) / len(group),
+            "belief": fmean(message["belief"] for message in group),
+        }
+        rows.append(row)
+    return rows
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    head = ("model", "hints", "games", "candidates")
-    lines = [(*head, *(name.replace("_", " ") for name in MEASURES))]
+    head, *_ = rows
+    lines = [list(head)]
     for row in rows:
-        intervals = [row.get(f"{name} interval") for name in MEASURES]
-        lines.append((*map(row.get, head), *map(with_interval, map(row.get, MEASURES), intervals)))
+        lines.append([f"{value:.3f}" if isinstance(value, float) else value for value in row.values()])
     return f"{markdown(lines)}\n"
 
 
@@ -186,16 +147,17 @@ def main() -> None:
         raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
     templates, (episodes, candidates) = flags.load_templates(game), read_games(flags, game)
     settings = flags.settings(game)
-    with stage(folder / "belief_settings.json", settings, results=[NUMBERS, TABLE], ranks=False) as work:
+    with stage(folder / "belief_settings.json", settings, results=[MESSAGES, MEANS, TABLE], ranks=False) as work:
         if work.todo:
-            measured = {}
+            lines = []
+            rows = []
             for name, path in flags.models:
-                measured[name] = measure(flags, path, game, templates, episodes, candidates)
-                add_tempered(measured[name])
-            add_differences(measured)
-            rows = list(table_rows(measured))
-            write_json(folder / NUMBERS, {"table": rows, "messages": measured})
+                messages = measure(flags, path, game, templates, episodes, candidates)
+                lines += [finite_json({"model": name, **message}) for message in messages]
+                rows += mean_rows(name, messages)
+            write_json(folder / MEANS, {"table": rows})
             write_text(folder / TABLE, table_text(rows))
+            write_records(folder / MESSAGES, lines)
     print((folder / TABLE).read_text(encoding="utf-8"), end="")
 
 

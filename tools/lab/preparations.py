@@ -32,7 +32,7 @@ def hints(folder: str, seed: int, settings: dict) -> None:
     write_words(Path(folder, "all_words.txt"), read_words(data / "words.txt") + read_words(data / "held_out.txt"))
 
 
-def share_among_all(loop: str) -> None:
+def belief_among_all(loop: str) -> None:
     """Measure the guesses of a loop's newest model, and of its imitation, among all words but forms of others."""
     seed, imitation = Path(loop).parent, Path(loop, "imitation", "model")
     models = newest_model(loop)

@@ -121,7 +121,7 @@ def belief_numbers(row: Mapping) -> Numbers:
     where = f"among {row['candidates']}"
     if row["hints"] != "last":
         where += f", {row['hints']} hints"
-    names = {"share": "share", "rank 1": "rank_1", "tempered share": "tempered"}
+    names = {"log_share": "log_share", "rank 1": "rank_1"}
     return {f"{name} {where}": row[key] for name, key in names.items()}
 
 

@@ -3,10 +3,11 @@
 For the right guess and for the same sentence with each other candidate in the place of the secret, the log-probability
 is measured under the guesser's own prompt after hint k; k = 0 is the empty history. All numbers are in nats:
 
-    belief    log p(right guess). It also rises when a model only becomes readier to guess.
-    share     log p(right guess) - log sum over candidates of p(their guess): a proper score. 0 is certainty, -log N a
-              uniform guess among N candidates. What all guesses share, such as the readiness to guess, cancels.
-    rank      of the right guess among all; 1: no other is likelier
+    belief     log p(right guess). It also rises when a model only becomes readier to guess.
+    log_share  log p(right guess) - log sum over candidates of p(their guess): a proper score. 0 is certainty, -log N a
+               uniform guess among N candidates. What all guesses have in common, such as the readiness to guess,
+               cancels.
+    rank       of the right guess among all; 1: no other is likelier
 """
 
 import copy
@@ -66,10 +67,9 @@ def _are_forms(game: Game, one: str, other: str) -> bool:
     return end(one, other) == end(one, one) or end(other, one) == end(other, other)
 
 
-def share(logprobs: Sequence[float], divisor: float = 1.0) -> float:
-    """log p of the first guess less the log of the sum of all p, in nats, after each log p is divided by `divisor`."""
-    scaled = np.asarray(logprobs) / divisor
-    return float(scaled[0] - np.logaddexp.reduce(scaled))
+def log_share(logprobs: Sequence[float]) -> float:
+    """log p of the first guess less the log of the sum of all p, in nats."""
+    return float(logprobs[0] - np.logaddexp.reduce(logprobs))
 
 
 def rank(logprobs: Sequence[float]) -> int:
@@ -197,7 +197,7 @@ def measure_game(
             "last_hint": 0 < hints == len(prompts) - 1,
             "prompt_cut": prompt_cut,
             "belief": logprobs[0],
-            "share": share(logprobs),
+            "log_share": log_share(logprobs),
             "rank": rank(logprobs),
             "logprobs": dict(zip(words, rounded, strict=True)),
         }

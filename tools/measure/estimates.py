@@ -26,13 +26,6 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list
     return mean, wilson(mean, mean * (1 - mean) / error**2, t_quantile(len(sizes) - 1))
 
 
-def mean_difference(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
-    """The mean of differences of any sign and its 95% interval, from at least two clusters as in `estimate`."""
-    mean = sum(totals) / sum(sizes)
-    half = t_quantile(len(sizes) - 1) * clustered_standard_error(sizes, totals)
-    return mean, [mean - half, mean + half]
-
-
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
     """Standard error of sum(totals) / sum(sizes) for any dependence within clusters; None for fewer than two clusters.
 

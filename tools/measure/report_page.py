@@ -30,7 +30,7 @@ LAYOUT = {
 SHARES = {"rangemode": "tozero", "tickformat": ".1%"}
 POINTS = {"range": [0, 1], "tickformat": ".0%"}
 REASONING = "Percent ± one standard error over questions."
-BELIEF = "The log share of the right guess among all candidates after each hint of stored games: 0 is certainty."
+BELIEF = "log_share: log p of the right guess among all candidates after each hint of stored games; 0 is certainty."
 
 Chart = tuple[str, "Figure"]  # with its title
 
@@ -91,9 +91,8 @@ def chart(
     texts = frame.select_dtypes(exclude="number").columns.intersection([x, line])
     frame[texts] = frame[texts].map(partial(escape, quote=False))
     bars = {}
-    if interval and frame[interval].notna().all():
-        low, high = np.array(frame[interval].tolist(), dtype=float).T  # null stands for a number that is not finite
-        frame[y] = frame[y].astype(float)
+    if interval:
+        low, high = np.array(frame[interval].tolist()).T
         bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
     # Steps of training are many.
     how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}
@@ -142,12 +141,12 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
 
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
-    """Log share of the right guess by number of hints, with a line for each model."""
+    """The mean log_share by number of hints, with a line for each model."""
     if not rows:
         return []
     numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
-    title = f"Log share among {numbers} candidates by number of hints, in nats"
-    return [chart(title, rows, "hints", "share", "model", "share interval")]
+    title = f"log_share among {numbers} candidates by number of hints, in nats"
+    return [chart(title, rows, "hints", "log_share", "model")]
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
