@@ -1,4 +1,4 @@
-"""Belief after hints: a plain forward pass, training's encoding, and the program."""
+"""Belief after hints: training's log-probability and encoding as the yardsticks, and the program."""
 
 import json
 import math
@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, build_tokenizer
+from conftest import ROOT, build_llama, build_tokenizer, load_chat_template
 from helpers import call, flags_of
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import utils
-from dataloaders import encode_example
+from dataloaders import SPAGCollator, encode_example
 from tools import evaluate_belief as program
 from tools.engine.flags import EngineFlags
 from tools.engine.local import LocalModel, load_local_model
@@ -27,6 +27,7 @@ from tools.lab.world.players import Skill, load_lexicon
 from tools.measure import belief
 from tools.measure.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
 from tools.players.player import Sampling
+from trainers import label_logprob
 
 GAME = Taboo(match="word")
 TEMPLATES = default_templates(GAME)
@@ -52,31 +53,54 @@ TIED = episode("plum", "Blue.", "So?", "Sweet.", "Oh.", "Round.", "Ah.")
 GAMES = [GUESSED, BROKEN, TIED, *(episode(word, "A fruit.", "An apple?") for word in WORDS[3:])]
 
 
-def full_forward(model, prompt, sentence):
-    """The log-probability of a sentence without keys and values: all logits of one plain pass."""
-    with torch.no_grad():
-        logprobs = model(input_ids=torch.tensor([prompt + sentence])).logits[0].double().log_softmax(-1)
-    return sum(float(logprobs[len(prompt) + at - 1, token]) for at, token in enumerate(sentence))
+def plain_logprobs(model, prompt: list[int], sentences: list[list[int]]) -> list[float]:
+    """The log-probabilities of sentences as training computes them: a row for each, in padded batches of four."""
+    rows = []
+    for sentence in sentences:
+        numbers = {"weight": 1, "reward": 1, "is_sft": False}
+        rows.append({"input_ids": prompt + sentence, "labels": [-100] * len(prompt) + sentence, **numbers})
+    collate = SPAGCollator(build_tokenizer(), vocab_size=model.config.vocab_size)
+    logprobs = []
+    for start in range(0, len(rows), 4):
+        batch = collate(rows[start : start + 4])
+        with torch.no_grad():
+            means = label_logprob(model, model, batch, pads_left=collate.pad_left)
+        logprobs += (means * (batch["labels"] != -100).sum(1)).tolist()
+    return logprobs
 
 
-def test_log_shares_and_ranks_are_what_plain_forward_passes_give(tiny_model, monkeypatch):
-    monkeypatch.setattr(belief, "AT_ONCE", 4)  # sentences: two trees a prompt
-    local = load_local_model(utils.model_folder(tiny_model), EngineFlags())
+@pytest.fixture(params=["bytes", "merges", "chatml"])
+def local(request, tmp_path) -> LocalModel:
+    """A tiny model with a tokenizer of bytes, one with merges, or one with a chat template."""
+    tokenizer = build_tokenizer()
+    if request.param == "merges":
+        tokenizer = train_tokenizer([text for game in GAMES for text in guesser_prompts(GAME, game, TEMPLATES)], 400)
+    if request.param == "chatml":
+        chatml = load_chat_template("chatml")
+        tokenizer = build_tokenizer("<|im_start|>", "<|im_end|>", chat_template=chatml)
+    for part in (build_llama(0, len(tokenizer)), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    return load_local_model(tmp_path / "model", EngineFlags(chat_template=request.param == "chatml"))
+
+
+def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local, monkeypatch):
+    monkeypatch.setattr(belief, "SENTENCES_IN_A_TREE", 4)  # two trees a prompt
+    codec = local.codec
+    sentences = [encode_sentence(codec.tokenizer, guess(word), codec.chat) for word in WORDS]
     messages = 0
     for game in GAMES:
-        prompts, secret = guesser_prompts(GAME, game, TEMPLATES), game["target_word"]
+        prompts, secret = guesser_prompts(GAME, game, TEMPLATES, codec.chat), game["target_word"]
         rows = measure_game(local, GAME, game, candidates=WORDS, templates=TEMPLATES)
         assert [(row["hints"], row["last_hint"]) for row in rows] == [
             (hints, hints == len(prompts) - 1 > 0) for hints in range(len(prompts))
         ]
         for row, text in zip(rows, prompts, strict=True):
-            prompt, _ = local.codec.encode(text)
-            sentences = {word: encode_sentence(local.codec.tokenizer, guess(word)) for word in WORDS}
-            values = {word: full_forward(local.model, prompt, sentence) for word, sentence in sentences.items()}
-            assert row["belief"] == pytest.approx(values[secret], abs=1e-4)
-            assert row["logprobs"] == pytest.approx(values, abs=2e-4) and next(iter(row["logprobs"])) == secret
+            prompt, _ = codec.encode(text)
+            values = dict(zip(WORDS, plain_logprobs(local.model, prompt, sentences), strict=True))
+            assert row["belief"] == pytest.approx(values[secret], abs=2e-4)
+            assert row["logprobs"] == pytest.approx(values, abs=3e-4) and next(iter(row["logprobs"])) == secret
             total = math.log(math.fsum(math.exp(value - values[secret]) for value in values.values()))
-            assert row["log_share"] == pytest.approx(-total, abs=1e-4)
+            assert row["log_share"] == pytest.approx(-total, abs=4e-4)
             assert row["rank"] == sorted(values.values(), reverse=True).index(values[secret]) + 1
             messages += 1
     assert messages == 15
@@ -158,16 +182,30 @@ MODELS = {  # keys and values; those of a window; recurrent states; states of bo
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sentences_behind_a_prompt_have_their_whole_logprobs_in_models_of_all_kinds(kind):
+def test_sentences_behind_a_prompt_have_the_logprobs_of_rows_of_their_own_in_models_of_all_kinds(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SMALL | MODELS[kind])).eval()
     draw = random.Random(0)
     prompt = [draw.randrange(5, 97) for _ in range(20)]
     sentences = [[7, 8, *(draw.randrange(5, 97) for _ in range(length)), 11] for length in (1, 2, 3, 1)]
-    whole = [full_forward(model, prompt, sentence) for sentence in sentences]
-    assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(whole, abs=1e-4)
-    of_one_token = belief.sentence_logprobs(model, prompt, [sentence[:1] for sentence in sentences[:2]])
-    assert of_one_token == pytest.approx([full_forward(model, prompt, [7])] * 2, abs=1e-4)
+    # One more is there twice, one is the beginning of another, and two have nothing in common with any.
+    sentences += [sentences[0], sentences[2][:3], [9], [12, 7, 8]]
+    expected = plain_logprobs(model, prompt, sentences)
+    assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_mask_of_a_tree_shows_a_node_its_prefixes_and_the_prompt():
+    node_of = belief.prefix_nodes([(7, 8, 9), (7, 8, 5, 6), (4,), (3, 7)])
+    assert list(node_of) == [(), (7,), (7, 8), (7, 8, 5), (3,)]
+    mask = belief.tree_mask(node_of, 2, torch.float32)
+    assert (mask == 0).int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0],  # two tokens of the prompt, then the nodes
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 0, 1],
+    ]
+    assert mask.min() == torch.finfo(torch.float32).min
 
 
 def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():

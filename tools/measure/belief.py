@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 # The argument of transformers 5.24, and of older versions; that goes when requirements.txt asks for 5.24.
 CACHE_NAMES = ("cache", "past_key_values")
-AT_ONCE = 256  # sentences
+SENTENCES_IN_A_TREE = 256  # the mask grows with the square of their tokens
+
+Prefix = tuple[int, ...]  # token ids: the beginning of a sentence
 
 
 def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) -> list[str]:
@@ -75,7 +77,8 @@ def log_share(logprobs: Sequence[float]) -> float:
 def rank(logprobs: Sequence[float]) -> int:
     """The rank of the first of these log-probabilities: 1 if no other is above it. NaN counts as above."""
     right, *others = logprobs
-    return 1 + sum(not other <= right for other in others)
+    above = [other for other in others if not other <= right]
+    return 1 + len(above)
 
 
 def guesser_prompts(
@@ -106,65 +109,104 @@ def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None
     return tokenizer(whole_characters(sentence), add_special_tokens=False)["input_ids"]
 
 
+# The sentences of a game follow the same prompt and begin alike ("I know the word! It is `"). A row for each prompt
+# and sentence would compute both again and again. Here the prompt is computed once, and so is each beginning that
+# several sentences share: these prefixes are the nodes of a tree, and the whole tree is one row behind the prompt.
+
+
 @torch.inference_mode()
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
 
-    The prompt is computed once, and the sentences continue from its keys and values. Models that keep another state
-    (Mamba and other recurrent ones) or take no mask of ours compute each sentence by itself.
+    Models whose cache is more than keys and values (Mamba and other recurrent ones), or that take no mask of ours,
+    compute each sentence by itself.
     """
-    *before, last = prompt
+    *before, last = prompt  # the last token predicts the first one of a sentence, so it belongs to the tree
     output = model(input_ids=torch.tensor([before], device=model.device), logits_to_keep=1, use_cache=True)
-    name = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
-    if not (name and _holds_keys(output[name], len(before)) and model._supports_attention_backend):
+    cache_name = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
+    takes_masks = model._supports_attention_backend
+    if not (takes_masks and cache_name and _holds_all_keys(output[cache_name], len(before))):
         return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
     logprobs = []
-    for start in range(0, len(sentences), AT_ONCE):
-        keys = {name: copy.deepcopy(output[name])}  # a pass adds its own to them
-        logprobs += _logprobs_as_tree(model, last, sentences[start : start + AT_ONCE], len(before), keys)
+    for start in range(0, len(sentences), SENTENCES_IN_A_TREE):
+        cache = copy.deepcopy(output[cache_name])  # a pass adds its own keys and values to a cache
+        some = [tuple(sentence) for sentence in sentences[start : start + SENTENCES_IN_A_TREE]]
+        logprobs += _tree_logprobs(model, {cache_name: cache}, len(before), last, some)
     return logprobs
 
 
-def _holds_keys(cache, tokens: int) -> bool:
+def _holds_all_keys(cache, tokens: int) -> bool:
     """Whether a cache holds the keys and values of so many tokens, and no state of another kind."""
     if type(cache) is not DynamicCache:
         return False
-    kinds = {type(layer) for layer in cache.layers}
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and all(
-        layer.keys is not None and layer.keys.shape[-2] == tokens for layer in cache.layers
-    )
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return False
+        if layer.keys is None or layer.keys.shape[-2] != tokens:
+            return False
+    return True
 
 
 def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
+    """The log-probability of one sentence behind a prompt, by a pass of its own."""
     row = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device)
-    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]
-    return float(logits.float().log_softmax(-1)[range(len(sentence)), list(sentence)].sum())
+    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]  # (tokens of the sentence, vocabulary)
+    logprobs = logits.float().log_softmax(-1)
+    return float(logprobs[range(len(sentence)), list(sentence)].sum())
 
 
-def _logprobs_as_tree(model, last: int, sentences: Sequence[Sequence[int]], cached: int, keys: Mapping) -> list[float]:
-    """The log-probabilities of sentences behind the token `last`, before which the keys of so many tokens are cached.
+def _tree_logprobs(model, cache: Mapping, cached: int, last: int, sentences: Sequence[Prefix]) -> list[float]:
+    """The log-probabilities of sentences behind a prompt, of which all tokens but the `last` one are in the cache.
 
-    The sentences are a tree, computed as one row: a node is a beginning, which several sentences may share. Its token
-    sees the cached ones and, by a mask, the nodes on the way to it.
+    `cache` is the model's argument by name, `cached` its number of tokens. All nodes of the tree are one row.
     """
-    beginnings = dict.fromkeys(tuple(each[:length]) for each in sentences for length in range(len(each)))
-    place = {beginning: number for number, beginning in enumerate(beginnings)}  # of the empty one: 0
-    way = torch.eye(len(place), dtype=torch.bool)  # [node, node]
-    for beginning, number in place.items():
-        way[number] |= way[place[beginning[:-1]]]
-    sees = torch.cat([way.new_ones(len(place), cached), way], dim=1)
-    mask = torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
-    row = {
-        "input_ids": torch.tensor([[(last, *beginning)[-1] for beginning in place]]),
-        "position_ids": torch.tensor([[cached + len(beginning) for beginning in place]]),
-        "attention_mask": mask[None, None],
-    }
-    row = {name: tensor.to(model.device) for name, tensor in row.items()}
-    logprobs = model(**row, **keys, use_cache=True).logits[0].float().log_softmax(-1)
-    return [
-        float(logprobs[[place[tuple(each[:length])] for length in range(len(each))], list(each)].sum())
-        for each in sentences
-    ]
+    node_of = prefix_nodes(sentences)
+    prefixes = list(node_of)
+    # A node is computed from the last token of its prefix; that of the empty prefix is the last token of the prompt.
+    tokens = [prefix[-1] if prefix else last for prefix in prefixes]
+    positions = [cached + len(prefix) for prefix in prefixes]  # nodes of equally long prefixes have the same position
+    mask = tree_mask(node_of, cached, model.dtype)
+    logits = model(
+        input_ids=torch.tensor([tokens], device=model.device),
+        position_ids=torch.tensor([positions], device=model.device),
+        attention_mask=mask.to(model.device)[None, None],  # (batch, heads, nodes, cached tokens + nodes)
+        use_cache=True,
+        **cache,
+    ).logits[0]
+    logprobs = logits.float().log_softmax(-1)  # (nodes, vocabulary): of the token behind each prefix
+    sums = []
+    for sentence in sentences:
+        nodes = [node_of[sentence[:length]] for length in range(len(sentence))]
+        token_logprobs = logprobs[nodes, list(sentence)]
+        sums.append(token_logprobs.sum())
+    return torch.stack(sums).tolist()
+
+
+def prefix_nodes(sentences: Iterable[Prefix]) -> dict[Prefix, int]:
+    """Number the prefixes of sentences, each once: the empty one is 0, and a prefix comes after its shorter ones.
+
+    A whole sentence is no prefix of itself: what follows it is not asked for.
+    """
+    node_of: dict[Prefix, int] = {}
+    for sentence in sentences:
+        for length in range(len(sentence)):
+            node_of.setdefault(sentence[:length], len(node_of))
+    return node_of
+
+
+def tree_mask(node_of: Mapping[Prefix, int], cached: int, dtype: torch.dtype) -> torch.Tensor:
+    """The attention mask of a tree behind `cached` tokens: 0 if a node sees a position, else the smallest number.
+
+    A node sees all cached tokens, its ancestors in the tree and itself: (nodes, cached tokens + nodes).
+    """
+    ancestors = torch.eye(len(node_of), dtype=torch.bool)  # (nodes, nodes); each node counts as one of its own
+    for prefix, node in node_of.items():
+        if prefix:
+            parent = node_of[prefix[:-1]]
+            ancestors[node] |= ancestors[parent]  # the parent has the smaller number, so its row is complete
+    prompt = ancestors.new_ones(len(node_of), cached)
+    visible = torch.cat([prompt, ancestors], dim=1)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def measure_game(
