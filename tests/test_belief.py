@@ -194,6 +194,20 @@ def test_sentences_behind_a_prompt_have_the_logprobs_of_rows_of_their_own_in_mod
     assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("length, by_tree", [(3, True), (4, False), (6, False)])
+def test_a_sentence_that_leaves_the_window_of_a_model_does_not_see_the_whole_prompt(length, by_tree, monkeypatch):
+    """The window is 8 tokens, of which the sentences take 6 but for the last token, which predicts nothing."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**SMALL | MODELS["gemma3_text"])).eval()
+    draw = random.Random(0)
+    prompt, *sentences = [[draw.randrange(5, 97) for _ in range(tokens)] for tokens in (length, 6, 6, 6)]
+    trees = []
+    monkeypatch.setattr(belief, "tree_mask", lambda *how, mask=belief.tree_mask: trees.append(how) or mask(*how))
+    logprobs = belief.sentence_logprobs(model, prompt, sentences)
+    assert logprobs == pytest.approx(plain_logprobs(model, prompt, sentences), abs=1e-4)
+    assert bool(trees) == by_tree
+
+
 def test_the_mask_of_a_tree_shows_a_node_its_prefixes_and_the_prompt():
     node_of = belief.prefix_nodes([(7, 8, 9), (7, 8, 5, 6), (4,), (3, 7)])
     assert list(node_of) == [(), (7,), (7, 8), (7, 8, 5), (3,)]

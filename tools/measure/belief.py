@@ -118,14 +118,15 @@ def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
 
-    Models whose cache is more than keys and values (Mamba and other recurrent ones), or that take no mask of ours,
-    compute each sentence by itself.
+    Models whose cache is more than keys and values (Mamba and other recurrent ones), whose window is shorter than
+    prompt and sentence, or that take no mask of ours, compute each sentence by itself.
     """
     *before, last = prompt  # the last token predicts the first one of a sentence, so it belongs to the tree
     output = model(input_ids=torch.tensor([before], device=model.device), logits_to_keep=1, use_cache=True)
     cache_name = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
     takes_masks = model._supports_attention_backend
-    if not (takes_masks and cache_name and _holds_all_keys(output[cache_name], len(before))):
+    total = len(prompt) + max(map(len, sentences)) - 1  # the last token of a sentence predicts nothing
+    if not (takes_masks and cache_name and _holds_all_keys(output[cache_name], len(before), total)):
         return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
     logprobs = []
     for start in range(0, len(sentences), SENTENCES_IN_A_TREE):
@@ -135,14 +136,19 @@ def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence
     return logprobs
 
 
-def _holds_all_keys(cache, tokens: int) -> bool:
-    """Whether a cache holds the keys and values of so many tokens, and no state of another kind."""
+def _holds_all_keys(cache, tokens: int, total: int) -> bool:
+    """Whether a cache holds the keys and values of so many tokens, and no state of another kind.
+
+    A window must have room for `total` tokens: a node of the tree sees all that come before it.
+    """
     if type(cache) is not DynamicCache:
         return False
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return False
         if layer.keys is None or layer.keys.shape[-2] != tokens:
+            return False
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < total:
             return False
     return True
 
