@@ -11,8 +11,9 @@ import sys
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, write_place
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from tools import assign_rewards, play_llm_game
+from tools import assign_rewards, play_llm_game, spag
 from tools.lab.study import read_study
 from tools.loop.keys import expand
 from tools.loop.settings import read_file
@@ -27,6 +28,7 @@ TEXTS = {
     if not any(part.startswith(".") or part in ("outputs", "runs") for part in path.relative_to(ROOT).parts)
 }
 TOP = TEXTS["README.md"]
+GAMES = TEXTS["tools/games/README.md"]
 LOOP = "tools/run_spag.py"
 CALL = re.compile(r"(?:python3?|torchrun) (?:[^;&|#\n]*? )?(tools[./][\w./]+|train\.py)([^;&|#\n]*)")
 
@@ -162,7 +164,7 @@ def test_every_link_leads_somewhere(name):
 
 
 def own_game(language: str) -> str:
-    (code,) = blocks(TOP.partition("## Your own game")[2].partition("\n## ")[0], language)
+    (code,) = blocks(GAMES.partition("## Your own game")[2].partition("\n## ")[0], language)
     return code
 
 
@@ -170,7 +172,7 @@ def own_game(language: str) -> str:
 def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys):
     """A model folder stands where the code names one in outputs/."""
     for code in blocks(TEXTS[name], "python"):
-        if name == "README.md" and code == own_game("python"):
+        if name == "tools/games/README.md" and code == own_game("python"):
             continue  # tested below
         exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
 
@@ -198,6 +200,44 @@ def test_the_functions_of_the_readme_change_weights_roles_and_rewards():
     assert [row["weight"] for row in rows] == [0.75] * 3 + [1.5] * 3 + [1.0]  # the rows given stay as they are
 
 
+def test_the_trainer_of_the_readme_has_the_same_step_with_and_without_accumulation(tmp_path, tiny_model):
+    (code,) = [code for code in blocks(TOP, "python") if "(Trainer)" in code]
+    names: dict = {"__name__": "readme"}
+    exec(code, names)
+    words = [f"word{number}" for number in range(8)]
+    guess = "I know the word! It is {}!"
+    episodes = spag.play(words, lambda turn: "It is near.", lambda turn: guess.format(words[turn.index]))
+    rows = spag.rows(episodes, losers=0.5)
+    logged = []
+    for batch_size in (16, 4):
+        model, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / str(batch_size)),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=16 // batch_size,
+            max_steps=1,
+            logging_steps=1,
+            save_strategy="no",
+            remove_unused_columns=False,
+            report_to=[],
+            use_cpu=True,
+        )
+        trainer = names["SelfPlayTrainer"](
+            reference=reference,
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=functools.partial(spag.batch, tokenizer=tokenizer, max_length=400),
+        )
+        trainer.train()
+        logged.append(trainer.state.log_history[0])
+    whole, split = logged
+    assert whole["loss"] == pytest.approx(-0.125, abs=1e-4)  # rewards 1 and -0.5, weight 0.5, ratio 1
+    assert split["loss"] == pytest.approx(whole["loss"], abs=1e-4)
+    assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
+
+
 class Careful(Player):
     """Leaves a multiple of four wherever it can, else takes one."""
 
@@ -216,7 +256,7 @@ def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     players = {"first": Careful(), "second": Careful()}
     monkeypatch.setattr(play, "make_players", lambda *_, **__: (players, 4))
-    (words,) = [words for _, words in calls(TOP) if "nim.py:Nim" in words]
+    (words,) = [words for _, words in calls(GAMES) if "nim.py:Nim" in words]
     call(play_llm_game.main, *words)
     path = "outputs/nim/me_sampling_sticks_results.json"
     outcomes = {episode["target_word"]: episode["outcome"] for episode in read_json_or_jsonl(path)}

@@ -1,6 +1,6 @@
 """Make what runs start from: word lists, prompts, the games that come with this project.
 
-python -m tools.prepare_data prompts --release SPAG/utils.py --output data/released_prompts.json
+python -m tools.prepare_data prompts --release data/released_utils.py --output data/released_prompts.json
 python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 python -m tools.prepare_data imitation --output_dir data/own
 python -m tools.prepare_data english --model HuggingFaceTB/SmolLM2-135M-Instruct --output_dir outputs/english/data

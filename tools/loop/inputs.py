@@ -19,7 +19,7 @@ PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may sto
 MEASURING = len(PHASES)  # the phase after these, of match, belief and report
 Position = tuple[int, int]  # epoch and number of a phase
 RELEASED = "data/released_prompts.json"
-MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release SPAG/utils.py --output {RELEASED}"
+MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release data/released_utils.py --output {RELEASED}"
 SAME_IN_ROWS = ["game", "game_options", "prompt_templates", "chat_template", "thinking"]  # as in play
 logger = logging.getLogger(__name__)
 
