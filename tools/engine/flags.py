@@ -14,7 +14,7 @@ VLLM = "vllm"
 
 
 class EngineEntry(NamedTuple):
-    place: str  # module:Class of an Engine; it is imported when a model is loaded, because it brings torch
+    path: str  # module:Class of an Engine; it is imported when a model is loaded, because it brings torch
     help: str
 
 

@@ -132,7 +132,7 @@ def _start_engines(
     with state.in_use():
         if key not in _loaded:
             drop_models()
-            engine_class = resolve_name(ENGINES[flags.engine].place)
+            engine_class = resolve_name(ENGINES[flags.engine].path)
             blocks = {folder: engine_class.loaded(folder, flags, len(folders)) for folder in folders}
             _loaded[key] = {folder: _in_memory.enter_context(block) for folder, block in blocks.items()}
         return {folder: start(limit) for folder, start in _loaded[key].items()}
