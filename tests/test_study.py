@@ -318,7 +318,7 @@ def arms(tmp_path) -> Path:
 def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monkeypatch, arms):
     script, out, calls = tmp_path / "stand_in.py", tmp_path / "out", tmp_path / "calls"
     script.write_text(LOOP)
-    monkeypatch.setattr(study, "loop_command", lambda words: [sys.executable, str(script), *words])
+    monkeypatch.setattr(study, "loop_command", lambda argv: [sys.executable, str(script), *argv])
     monkeypatch.setenv("CALLS", str(calls))
     monkeypatch.setenv("LOOPS", str(tmp_path / "loops"))
     for arm in ("released", "sft"):
@@ -384,7 +384,7 @@ def test_an_arm_may_begin_like_another_than_the_first_one():
     ours = study.read_study(str(ROOT / "configs/arms/qwen15.toml"), [])
     likes = {"gate": None, "detached": "gate", "silent": "detached", "cloning": "gate", "sft": "detached"}
     assert {arm: study.like_of(ours, arm) for arm in ours.arms} == likes
-    assert "like=x/detached" in study.loop_words(ours, "silent", 0, Path("x"), [])
+    assert "like=x/detached" in study.loop_argv(ours, "silent", 0, Path("x"), [])
 
 
 @pytest.mark.parametrize("right, breaches, opens", [(30, 10, True), (29, 10, False), (30, 11, False)])
@@ -436,7 +436,7 @@ def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(
 
 def test_a_signal_to_the_study_ends_its_programs(tmp_path):
     code = "import sys; from tools.lab import study as run; from utils import run_program\n"
-    code += "run.loop_command = lambda words: ['sh', '-c', 'sleep 60; true', str(words)]\nrun_program(run.main)"
+    code += "run.loop_command = lambda argv: ['sh', '-c', 'sleep 60; true', str(argv)]\nrun_program(run.main)"
     (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
     process = start([sys.executable, "-c", code, tmp_path / "arms.toml", "--output_dir", tmp_path / "out"])
     assert wait_for(lambda: bool(descendants(process.pid, "sleep")), process)

@@ -112,9 +112,9 @@ class English(FlagGroup):
         prompts = ROOT / "configs/prompts/english.json"
         rows = folder / "imitation.json"
         anchor = folder / "anchor.json"
-        words = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
-        words += ["--prompt_templates", prompts, "--training_prompt", "play"]
-        run_python(ROOT / "tools/assign_rewards.py", *words, "--chat_template", True, "--tokenizer", self.model)
+        argv = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
+        argv += ["--prompt_templates", prompts, "--training_prompt", "play"]
+        run_python(ROOT / "tools/assign_rewards.py", *argv, "--chat_template", True, "--tokenizer", self.model)
         run_python(ROOT / "tools/controls.py", "draw", "--rows", rows, "--number", 300, "--output", anchor)
 
 

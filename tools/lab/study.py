@@ -87,10 +87,10 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
 
 def settings_of(study: Study, arm: str, settings: Sequence[str], seed: int = 0, folder: Path = Path()) -> Loop:
     """The settings of an arm, before what it takes over from its run `like`. UserError if the loop refuses them."""
-    words = loop_words(study, arm, seed, folder, settings)
+    argv = loop_argv(study, arm, seed, folder, settings)
     if like := like_of(study, arm):
-        words = [*loop_words(study, like, seed, folder, settings), *words]
-    loop, _ = read_loop(word for word in words if not word.startswith("like="))
+        argv = [*loop_argv(study, like, seed, folder, settings), *argv]
+    loop, _ = read_loop(argument for argument in argv if not argument.startswith("like="))
     for stage in PROGRAMS:
         loop.of(stage)  # reads the values
     return loop
@@ -105,22 +105,22 @@ def like_of(study: Study, arm: str) -> str | None:
     return like
 
 
-def loop_words(study: Study, arm: str, seed: int, folder: Path, settings: Sequence[str]) -> list[str]:
+def loop_argv(study: Study, arm: str, seed: int, folder: Path, settings: Sequence[str]) -> list[str]:
     """The command line of the loop of an arm; what comes later counts more."""
     own = {key: value for key, value in study.arms[arm].items() if key != "like"}
     names = {"{seed}": str(seed), "{folder}": str(folder)}
-    words = [str(ROOT / name) for name in study.files]
-    words += [*words_of(study.all, names), f"seed={100 * seed}", f"output={folder / arm}"]
+    argv = [str(ROOT / name) for name in study.files]
+    argv += [*arguments_of(study.all, names), f"seed={100 * seed}", f"output={folder / arm}"]
     if like := like_of(study, arm):
-        words.append(f"like={folder / like}")
-    return [*words, *settings, *words_of(own, names)]
+        argv.append(f"like={folder / like}")
+    return [*argv, *settings, *arguments_of(own, names)]
 
 
-def words_of(settings: Mapping[str, Any], names: Mapping[str, str], before: str = "") -> Iterator[str]:
-    """Settings of TOML as words, KEY=VALUE, with `names` replaced. The keys of a table in them get dots."""
+def arguments_of(settings: Mapping[str, Any], names: Mapping[str, str], before: str = "") -> Iterator[str]:
+    """Settings of TOML as arguments, KEY=VALUE, with `names` replaced. The keys of a table in them get dots."""
     for key, value in settings.items():
         if isinstance(value, dict):
-            yield from words_of(value, names, f"{before}{key}.")
+            yield from arguments_of(value, names, f"{before}{key}.")
         elif isinstance(value, list):
             yield f"{before}{key}={shlex.join(replaced(each, names) for each in value)}"
         else:
@@ -144,21 +144,21 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
         of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
         run(function_command(study.prepare, folder=str(folder), seed=seed, settings=of_first), folder / "prepare.log")
     for number, arm in enumerate(study.arms, start=1):
-        words = loop_words(study, arm, seed, folder, settings)
+        argv = loop_argv(study, arm, seed, folder, settings)
         mark, log = folder / f"{arm}.finished", folder / f"{arm}.log"
-        if mark.is_file() and read_text(mark) == f"{shlex.join(words)}\n":
+        if mark.is_file() and read_text(mark) == f"{shlex.join(argv)}\n":
             continue
         say(f"seed {seed}: {arm}")
-        run(loop_command(words), log)
+        run(loop_command(argv), log)
         if study.after:
             run(function_command(study.after, loop=str(folder / arm)), log)
         arms_so_far = list(study.arms)[:number]
         table.collect(folder, arms_so_far)
-        write_text(mark, f"{shlex.join(words)}\n")
+        write_text(mark, f"{shlex.join(argv)}\n")
 
 
-def loop_command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "tools.run_spag", *words]
+def loop_command(argv: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "tools.run_spag", *argv]
 
 
 def function_command(function: str, **arguments) -> list[str]:
