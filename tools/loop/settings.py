@@ -87,10 +87,12 @@ def learning_rates(base: Settings, changes: Settings) -> Settings:
     """The learning rates of trainings that get adapters, or lose them, without a learning rate of their own."""
     rates: Settings = {}
     for stage in TRAININGS:
-        rank = f"{stage}.lora_rank"
-        rate = f"{stage}.learning_rate"
-        if rank in changes and rate not in changes and bool(changes[rank]) != bool(base.get(rank)):
-            rates[rate] = LORA_RATE if changes[rank] else read_file(DEFAULTS)[rate]
+        lora_rank = f"{stage}.lora_rank"
+        learning_rate = f"{stage}.learning_rate"
+        if lora_rank not in changes or learning_rate in changes:
+            continue
+        if bool(changes[lora_rank]) != bool(base.get(lora_rank)):
+            rates[learning_rate] = LORA_RATE if changes[lora_rank] else read_file(DEFAULTS)[learning_rate]
     return rates
 
 

@@ -39,12 +39,15 @@ def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> f
     return math.sqrt(clusters / (clusters - 1) * squares) / observations**2
 
 
-def wilson(share: float, observations: float, quantile: float) -> list[float]:
-    """Wilson's score interval for a share of independent observations (J. Am. Stat. Assoc. 22, 1927)."""
+def wilson(rate: float, observations: float, quantile: float) -> list[float]:
+    """Wilson's score interval for a rate of independent observations (J. Am. Stat. Assoc. 22, 1927)."""
     spread = quantile**2 / observations
-    centre = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
-    return [max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))]  # also after rounding
+    centre = (rate + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * rate * (1 - rate) + spread**2 / 4) / (1 + spread)
+    # Rounding must put neither the rate outside the interval nor a bound outside 0 to 1.
+    low = max(0.0, min(rate, centre - half))
+    high = min(1.0, max(rate, centre + half))
+    return [low, high]
 
 
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
