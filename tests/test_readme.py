@@ -43,9 +43,13 @@ def prose(text: str) -> str:
 
 
 def commands(text: str) -> str:
-    """The shell blocks of a README and the code spans in its prose, a command a line."""
+    """The shell blocks of a README and the code spans in its prose, a command a line.
+
+    A block that checks out an older commit is left out: its programs are those of that commit.
+    """
+    shown = [block for block in blocks(text, "bash") if not block.startswith("git worktree add")]
     spans = re.findall(r"`([^`]+)`", prose(text))
-    return "\n".join([*blocks(text, "bash"), *map(" ".join, map(str.split, spans))]).replace("\\\n", " ")
+    return "\n".join([*shown, *map(" ".join, map(str.split, spans))]).replace("\\\n", " ")
 
 
 def calls(text: str) -> list[tuple[str, list[str]]]:

@@ -208,7 +208,7 @@ def stored_mean(name: str, measure: str, arm: str, epoch: int) -> float:
 
 @functools.cache
 def figures_with_intervals() -> frozenset[str]:
-    """All means and declared differences of the stored studies as text, with two and with three decimals."""
+    """Means, declared differences and points minus controls of the stored studies, with two and three decimals."""
     figures = set()
 
     def add(values: list[float], sign: str = "") -> None:
@@ -221,6 +221,10 @@ def figures_with_intervals() -> frozenset[str]:
         for title in COMPARISONS:
             for gaps in stored_gaps(name, title):
                 add(gaps, "+")
+        for arm, epoch in stored_frame(name)[["arm", "epoch"]].drop_duplicates().itertuples(index=False):
+            for gaps in points_minus_controls(name, arm, epoch).values():
+                if gaps:
+                    add(gaps, "+")
     for studies, arm, other, epoch, number in POOLED:
         frame = stored_frame(*studies)
         gaps = table.paired(frame[frame.epoch == epoch], "points", arm, other).tolist()
@@ -233,6 +237,17 @@ def stored_gaps(name: str, title: str) -> list[list[float]]:
     """The differences by seed for each line of a table of a stored study."""
     compared = sections((ROOT / f"data/results/{name}/table.md").read_text()).get(title, ())
     return [table.paired(stored_frame(name), *comparison).tolist() for comparison in compared]
+
+
+def points_minus_controls(name: str, arm: str, epoch: int) -> dict[str, list[float]]:
+    """The columns of RESULTS' table that compare an arm with the two controls: differences of points by seed."""
+    frame = stored_frame(name)
+    frame = frame[frame.epoch == epoch]
+    controls = {"minus copying": "cloning", "minus no games": "sft"}
+    return {
+        column: [] if arm == control else table.paired(frame, "points", arm, control).tolist()
+        for column, control in controls.items()
+    }
 
 
 def bare_figures() -> set[str]:
@@ -263,6 +278,45 @@ def test_every_figure_of_the_results_is_that_of_the_stored_seeds(path, intervals
     assert len(with_intervals) >= intervals and set(with_intervals) - figures_with_intervals() == set()
     bare = re.findall(NUMBER, re.sub(rf"{NUMBER} \[.*?\]", "", text))
     assert set(bare) - bare_figures() - NO_RESULTS == set()
+
+
+def test_each_line_of_the_table_of_results_is_computed_from_the_seeds_of_its_study():
+    lines = sections(TOLD["data/RESULTS.md"])["All arms"]
+    for (name, shown_arm, epoch), line in lines.items():
+        arm, frame = shown_arm.strip("`"), stored_frame(name)
+        of_arm = frame[(frame.arm == arm) & (frame.epoch == int(epoch))]
+        means = {each: of_arm[of_arm.measure == each].value.tolist() for each in ("points", "true hints")}
+        gaps = points_minus_controls(name, arm, int(epoch))
+        expected = {column: cell(values) for column, values in means.items()}
+        expected |= {column: cell(values, "+") for column, values in gaps.items()}
+        expected["seeds"] = f"{of_arm.seed.min()} to {of_arm.seed.max()}"
+        expected["commits"] = ", ".join(commits_of(name, arm)) or "-"
+        assert line == line | expected
+    assert {name for name, _, _ in lines} == set(STUDIES)
+
+
+def test_true_hints_fall_where_training_selects_by_who_won_and_rise_in_the_four_arms_where_it_does_not():
+    frame = stored_frame("tiny")
+    for arm in set(frame[frame.measure == "true hints"].arm) - {"imitation"}:
+        gaps = table.paired(frame, "true hints", arm, "imitation")
+        if arm in ("cloning_all", "coin", "coin_by_length", "oracle"):
+            assert gaps.mean() > 0
+        else:
+            assert (gaps < 0).all()
+
+
+def cell(values: list[float], sign: str = "") -> str:
+    """The mean of values over seeds with its interval; a dash without any."""
+    if not values:
+        return "-"
+    mean, interval, _ = student(values)
+    return with_interval(mean, interval, f"{sign}.3f")
+
+
+def commits_of(name: str, arm: str) -> list[str]:
+    """The commits of the seeds of an arm, in the order of the seeds."""
+    runs = [read_json(path)["arms"].get(arm, {}) for path in sorted((ROOT / f"data/results/{name}").glob("*.json"))]
+    return list(dict.fromkeys(run["made"]["spag"][:7] for run in runs if "made" in run))
 
 
 # Studies. A stand-in for the loop notes its words and leaves what a loop leaves.
