@@ -52,8 +52,8 @@ def measure(model: str, engine: str, games: int) -> tuple[float, int]:
     game = flags.load_game()
     episodes = []
     players, at_once = make_players([model, model], game, flags, seed=SEED, games_left=games)
-    words = [(number, "qzqzq") for number in range(games)]  # no reply contains it by chance
-    play = play_games(game, words, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append)
+    tasks = [(number, "qzqzq") for number in range(games)]  # no reply contains it by chance
+    play = play_games(game, tasks, players, max_turns=TURNS, concurrent_games=at_once, on_episode=episodes.append)
     started = time.monotonic()
     asyncio.run(play)
     return time.monotonic() - started, sum(map(new_tokens, episodes))

@@ -75,7 +75,7 @@ class VLLMEngine:
         argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
         argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
         argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
-        argv += ["--disable-log-stats", "--no-use-tqdm-on-load", ]
+        argv += ["--disable-log-stats", "--no-use-tqdm-on-load"]
         if flags.trust_remote_code:
             argv.append("--trust-remote-code")
         argv += ["--language-model-only"]  # a trained multimodal model has no image processor
