@@ -1,7 +1,9 @@
 """The report: its numbers and its games, from whole and from partial folders, and the page, parsed."""
 
 import json
+import re
 from collections.abc import Mapping
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,6 +24,11 @@ from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
 SELF_PLAY = {ATTACKER_WINS: 6, DEFENDER_WINS: 8, ATTACKER_BREAKS: 4, TIED: 2}
+BELIEF = {  # means by number of hints
+    0: {"log_share": -5.0, "rank_1": 0.0, "belief": -9.0},
+    1: {"log_share": -2.0, "rank_1": 0.5, "belief": -4.0},
+    "last": {"log_share": -1.0, "rank_1": 1.0, "belief": -3.0},
+}
 NASTY = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 &lt; 'lemon'"
 
 
@@ -62,9 +69,9 @@ def output(tmp_path) -> Path:
             games += met("imitation", epoch.name, {ATTACKER_BREAKS: 4, DEFENDER_WINS: 6}, words=words)
         make_match(epoch / "eval", games, ["imitation", epoch.name], against="imitation")
         rows = [
-            {"model": model, "hints": hints, "log_share": value, "candidates": 40}
+            {"model": model, "hints": hints, "games": 9, "candidates": 40, **means}
             for model in (["base"] if number == 1 else []) + [epoch.name]  # as the loop asks them
-            for hints, value in ((0, -5.0), (1, -2.0), ("last", -1.0))
+            for hints, means in BELIEF.items()
         ]
         write_json(epoch / "belief/belief.json", {"table": rows})
     return folder
@@ -92,16 +99,18 @@ def test_a_run_is_reported_whole(output):
     charts = {title: points(figure) for title, figure in report_page.training_charts(contents.logs)}
     assert list(charts) == ["loss", "kl", "policy_loss"] and list(charts["kl"]) == ["imitation"]
     assert charts["loss"]["epoch1"] == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
-    ((title, figure),) = report_page.belief_charts(contents.belief)
-    assert points(figure) == {model: [(0, -5.0), (1, -2.0)] for model in ("base", "epoch1", "epoch2")}
-    assert "40 candidates" in title
+    charts = report_page.belief_charts(contents.belief)
+    for (title, figure), name in zip(charts, ("log_share", "rank_1", "belief"), strict=True):
+        line = [(hints, BELIEF[hints][name]) for hints in (0, 1)]
+        assert points(figure) == dict.fromkeys(("base", "epoch1", "epoch2"), line)
+        assert name in title and ("40 candidates" in title) == (name != "belief")
 
 
 def test_belief_of_a_model_whose_logits_are_nan_is_a_gap(output):
-    table = [{"model": "m", "hints": 0, "log_share": None, "candidates": 9}]
-    write_json(output / "epoch2/belief/belief.json", {"table": table})
-    ((_, figure),) = report_page.belief_charts(read_folder(output, TABOO).belief)
-    assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1
+    row = {"model": "m", "hints": 0, "candidates": 9, "log_share": None, "rank_1": 0.0, "belief": None}
+    write_json(output / "epoch2/belief/belief.json", {"table": [row]})
+    for _, figure in report_page.belief_charts(read_folder(output, TABOO).belief):
+        assert len(points(figure)["base"]) == 2 and len(points(figure)["m"]) == 1
 
 
 def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
@@ -122,6 +131,54 @@ def test_points_by_epoch_are_those_of_the_matches_with_their_intervals(output):
             for x, y, below, above, row in columns:
                 assert (x, y) == (row["player"], row["points"])
                 assert [y - below, y + above] == pytest.approx(row["points_interval"])
+
+
+def axis_titles(charts) -> set[str]:
+    return {figure.layout.xaxis.title.text for _, figure in charts}
+
+
+def test_axes_say_epoch_where_players_and_games_are_those_of_epochs(tmp_path, output):
+    contents = read_folder(output, TABOO)
+    rows = shown_rows(contents.matches[0])
+    assert axis_titles(report_page.match_charts(rows)) == {"epoch"}
+    assert axis_titles(report_page.play_charts(contents.plays)) == {"epoch"}
+    others = [row | {"player": "a_model"} for row in rows]
+    assert axis_titles(report_page.match_charts(others)) == {"player"}
+    write_records(tmp_path / "games/a_results.json", played(SELF_PLAY))
+    assert axis_titles(report_page.play_charts(read_folder(tmp_path / "games", TABOO).plays)) == {"file"}
+
+
+def cells_of(html: str) -> list[list[str]]:
+    """The cells of a table, line by line."""
+    lines = re.findall("<tr>(.*?)</tr>", html)
+    return [[unescape(cell) for cell in re.findall("<t[hd]>(.*?)</t[hd]>", line)] for line in lines]
+
+
+def test_the_page_begins_with_a_table_of_points_by_epoch(output):
+    call(report.main, output)
+    page = (output / "report.html").read_text(encoding="utf-8")
+    first_lines = page[page.index("<h1>") : page.index("<script>")]
+    assert "against imitation in both roles" in first_lines
+    head, *lines = cells_of(first_lines)
+    assert head == ["epoch", "points", "95% interval", "wins", "ties", "losses"]
+    assert [[line[0], *line[3:]] for line in lines] == [["epoch1", "32", "8", "0"], ["epoch2", "34", "6", "0"]]
+    for line in lines:
+        (row,) = (
+            row
+            for row in json.loads((output / line[0] / "eval/matches.json").read_text())["results"]
+            if (row["player"], row["words"], row["role"], row["seed"]) == (line[0], "all", "both", None)
+        )
+        low, high = row["points_interval"]
+        assert line[1:3] == [f"{row['points']:.1%}", f"{100 * low:.1f} to {100 * high:.1f}"]
+
+
+def test_the_first_table_tells_the_opponents_if_there_are_several(tmp_path):
+    games = [game for pair in ("ab", "ba", "ac", "ca", "bc", "cb") for game in met(*pair, {ATTACKER_WINS: 1})]
+    make_match(tmp_path, games, ["a", "b", "c"])
+    rows = shown_rows(read_folder(tmp_path, TABOO).matches[0])
+    head, *lines = cells_of(report_page.headline(rows))
+    assert head[:2] == ["player", "against"]
+    assert [line[:2] for line in lines] == [[a, f"{b} in both roles"] for a, b in ("ba", "ca", "cb")]
 
 
 @pytest.mark.parametrize("match, outcome", [("substring", ATTACKER_WINS), ("word", TIED)])

@@ -74,14 +74,18 @@ def cells(row: dict) -> list[str]:
 
 def points_line(rows: Sequence[dict]) -> str:
     """One line with the points of each pair of players, and the games behind them."""
-    groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
-    first_rows = [next(group) for _, group in groups]  # rows that pool come first
     return "; ".join(
         f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
         f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
         f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
-        for row in first_rows
+        for row in pooled_rows(rows)
     )
+
+
+def pooled_rows(rows: Sequence[dict]) -> list[dict]:
+    """Of the shown rows one for each pair of players: the first, which pools word lists and roles."""
+    groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
+    return [next(group) for _, group in groups]
 
 
 def as_role(role: str) -> str:

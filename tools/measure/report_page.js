@@ -16,10 +16,14 @@ function filterGames() {
   const source = byId("source").value, outcome = byId("outcome").value, search = byId("search").value.trim().toLowerCase();
   shown = data.games.filter((game) => (!source || game.source === +source) && (!outcome || game.outcome === outcome)
     && game.word.toLowerCase().includes(search));
-  list.replaceChildren(...shown.map((game, i) => el("option", {value: i}, `${game.word} · ${game.outcome}, ${game.length} messages`)));
+  list.replaceChildren(...shown.map((game, i) => el("option", {value: i}, `${game.word} · ${game.outcome}, ${messages(game)}`)));
   list.selectedIndex = shown.length ? 0 : -1;
   byId("count").textContent = `${shown.length} of ${data.games.length} games`;
   showGame();
+}
+
+function messages(game) {
+  return `${game.length} message${game.length === 1 ? "" : "s"}`;
 }
 
 function showGame() {
@@ -28,7 +32,7 @@ function showGame() {
   byId("game").replaceChildren(
     el("h3", {}, "target word: ", el("span", {class: "secret", id: "target"}, game.word)),
     el("p", {class: "quiet"}, el("b", {}, game.outcome),
-      ` · ${game.length} messages · game ${game.number} of ${data.sources[game.source]}`),
+      ` · ${messages(game)} · game ${game.number} of ${data.sources[game.source]}`),
     ...game.messages.map(showMessage));
 }
 

@@ -1,6 +1,7 @@
 """The page as one HTML file that needs no network: charts by Plotly, tables, and games to read."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -11,26 +12,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from tools.measure.match_text import HEAD, HOW_COUNTED, as_role, cells, points_line, shown_rows
+from tools.measure.match_text import HEAD, HOW_COUNTED, as_role, cells, pooled_rows, shown_rows
 from tools.measure.report_contents import SAMPLE, Report
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 FOLDER = Path(__file__).parent
+EPOCH = re.compile(r"epoch\d+")  # as the loop calls its models and folders
 NO_CURVES = {"step", "epoch"}  # of a log entry
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 LAYOUT = {
     "height": 340,
-    "margin": {"l": 50, "r": 10, "t": 10, "b": 40},
+    "margin": {"l": 50, "r": 25, "t": 10, "b": 40},
     "showlegend": True,
-    "legend": {"orientation": "h", "y": -0.2},
+    "legend": {"orientation": "h", "y": -0.25},
 }
 SHARES = {"rangemode": "tozero", "tickformat": ".1%"}
+COUNTS = {"dtick": 1}
 POINTS = {"range": [0, 1], "tickformat": ".0%"}
 REASONING = "Percent ± one standard error over questions."
-BELIEF = "log_share: log p of the right guess among all candidates after each hint of stored games; 0 is certainty."
+BELIEF = (
+    "Means over stored games after each hint, in nats but for rank_1. log_share: log p of the right guess among all "
+    "candidates; 0 is certainty. rank_1: how often the right guess is the likeliest. belief: log p of the right guess "
+    "alone, which also rises when a model only becomes readier to guess."
+)
 
 Chart = tuple[str, "Figure"]  # with its title
 
@@ -46,7 +53,7 @@ def page_html(report: Report) -> str:
     parts = {
         "name": escape(report.name),
         "game": escape(report.game.title),
-        "verdict": escape(points_line(rows) or "No match was played."),
+        "headline": headline(rows),
         "matches": section("Matches", HOW_COUNTED, match_charts(rows), match_table),
         "plays": section("Games", "All games of self-play are counted.", play_charts(report.plays)),
         "reasoning": section("Reasoning", REASONING, [], reasoning_table(report.reasoning)),
@@ -68,6 +75,38 @@ def section(title: str, intro: str, charts: Iterable[Chart], table: str = "") ->
         return ""
     charts_html = f'<div class="charts">{"".join(figures)}</div>'
     return f'<section><h2>{title}</h2><p class="quiet">{intro}</p>{charts_html}{table}</section>'
+
+
+def headline(rows: Sequence[Mapping]) -> str:
+    """The first lines of the page: a small table with the points of each pair of players, over all word lists."""
+    pairs = pooled_rows(rows)
+    if not pairs:
+        return "<p>No match was played.</p>"
+    player = name_of(row["player"] for row in pairs)
+    lines = []
+    for row in pairs:
+        low, high = (f"{bound:.1%}".removesuffix("%") for bound in row["points_interval"])
+        line = {
+            player: row["player"],
+            "against": f"{row['opponent']} {as_role(row['role'])}",
+            "points": f"{row['points']:.1%}",
+            "95% interval": f"{low} to {high}",
+            "wins": f"{row['wins']:,}",
+            "ties": f"{row['ties']:,}",
+            "losses": f"{row['losses']:,}",
+        }
+        lines.append(line)
+    intro = "Points of each pair of players:"
+    if len({line["against"] for line in lines}) == 1:
+        intro = f"Points against {lines[0]['against']}:"
+        for line in lines:
+            del line["against"]
+    return f"<p>{escape(intro)}</p>{table_html(list(lines[0]), map(dict.values, lines))}"
+
+
+def name_of(names: Iterable[str], otherwise: str = "player") -> str:
+    """What these names of models or of files are called on an axis or above a column: "epoch" if all are epochs."""
+    return "epoch" if all(EPOCH.fullmatch(name) for name in names) else otherwise
 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -97,7 +136,10 @@ def chart(
     # Steps of training are many.
     how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}
     figure = express.line(frame, x, y, color=line, **how, **bars)
-    return title, figure.update_layout(LAYOUT | layout)
+    figure.update_layout(LAYOUT | layout)
+    figure.update_xaxes(title_standoff=5)  # else the legend covers the title
+    figure.update_yaxes(title_standoff=5, automargin=True)  # else the title covers the numbers
+    return title, figure
 
 
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
@@ -113,6 +155,7 @@ def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
             "points",
             "words",
             "points_interval",
+            xaxis_title=name_of(row["player"] for row in rows),
             yaxis=POINTS,
         )
         for role, of_role in pd.DataFrame(rows).groupby("role", sort=False)
@@ -123,30 +166,39 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
     """How games ended, how long they were, and faulty replies, from summaries of play by name."""
     if not plays:
         return []
+    axis = name_of(plays, otherwise="file")
     ends = []
     lengths = []
     faults = []
     for name, play in plays.items():
-        of_play = {"epoch": name, "messages": play["mean_length"], "games": "all games"}
+        of_play = {axis: name, "messages": play["mean_length"], "games": "all games"}
         lengths.append(of_play)
         for outcome, number in play["outcomes"].items():
             ends.append(of_play | {"end": outcome, "share": number / play["games"]})
         for fault, key in (("empty", "empty_replies"), ("cut off at the token limit", "cut_off_replies")):
             faults.append(of_play | {"fault": fault, "share": play[key] / play["messages"]})
     return [
-        chart("How games ended: share of games", ends, "epoch", "share", "end", yaxis=SHARES),
-        chart("Messages up to the deciding one", lengths, "epoch", "messages", "games"),
-        chart("Faulty replies: share of messages", faults, "epoch", "share", "fault", yaxis=SHARES),
+        chart("How games ended: share of games", ends, axis, "share", "end", yaxis=SHARES),
+        chart("Messages up to the deciding one", lengths, axis, "messages", "games"),
+        chart("Faulty replies: share of messages", faults, axis, "share", "fault", yaxis=SHARES),
     ]
 
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
-    """The mean log_share by number of hints, with a line for each model."""
+    """The means of log_share, rank_1 and belief by number of hints, with a line for each model."""
     if not rows:
         return []
     numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))
-    title = f"log_share among {numbers} candidates by number of hints, in nats"
-    return [chart(title, rows, "hints", "log_share", "model")]
+    titles = {
+        "log_share": f"log_share among {numbers} candidates",
+        "rank_1": f"rank_1 among {numbers} candidates",
+        "belief": "belief: log p of the right guess",
+    }
+    axes = {"rank_1": POINTS}
+    return [
+        chart(title, rows, "hints", number, "model", xaxis=COUNTS, yaxis=axes.get(number, {}))
+        for number, title in titles.items()
+    ]
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
