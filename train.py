@@ -267,9 +267,21 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
             exclude_modules=left_out,
         )
         adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    has_autocast = (args.bf16 or args.fp16) and not args.deepspeed
+    if has_autocast:
+        keep_adapter_inputs(adapted)
     check_tied_weights(adapted)
     freeze_all_but_text(adapted)
     return adapted
+
+
+def keep_adapter_inputs(adapted) -> None:
+    """Switch off peft's copies of the adapters' inputs in fp32: autocast would cast them back to the same numbers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
 
 
 def check_tied_weights(adapted) -> None:

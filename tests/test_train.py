@@ -457,7 +457,7 @@ MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
 )
 def test_by_default_all_linear_layers_get_adapters(kind, config, adapted):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    args = SimpleNamespace(lora_rank=4, deepspeed=None, **arguments.LORA_ARGUMENTS)
+    args = SimpleNamespace(lora_rank=4, deepspeed=None, bf16=False, fp16=False, **arguments.LORA_ARGUMENTS)
     model = train.add_lora(model, args)
     assert adapted <= {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
     assert model(torch.arange(5).unsqueeze(0)).logits.shape == (1, 5, 64)
@@ -495,6 +495,27 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     assert_close(losses_of(steps), losses_of(plain), rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+
+
+def test_under_autocast_adapters_read_their_inputs_without_a_copy_in_fp32_and_losses_are_equal(
+    tmp_path, mixed_rows, tiny_model, monkeypatch
+):
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    as_trained = layer._cast_input_dtype
+    dtypes = set()
+
+    def noting(self, inputs, dtype):
+        kept = as_trained(self, inputs, dtype)
+        dtypes.add(kept.dtype)
+        return kept
+
+    settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, bf16=True, learning_rate=0.02)
+    monkeypatch.setattr(layer, "_cast_input_dtype", noting)
+    kept = run(tmp_path / "kept", settings)
+    monkeypatch.setattr(layer, "_cast_input_dtype", lambda self, inputs, dtype: inputs.to(dtype))
+    copied = run(tmp_path / "copied", settings)
+    assert dtypes == {torch.bfloat16}
+    assert losses_of(kept) == losses_of(copied) and len(set(losses_of(kept))) == 4
 
 
 def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
