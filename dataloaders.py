@@ -9,6 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,8 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
     with user_errors("weight or reward", TypeError, OverflowError):
         if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
             raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
+        if weight < 0:
+            raise UserError(f"weight {weight} is below 0; a row to avoid has a negative reward, under OfflinePO")
     return TextRow(
         query=utils.whole_characters(row["query"]),
         target=utils.whole_characters(row["target"]),
@@ -88,9 +91,10 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
         whole = render([*before, reply])
         if tools and query == render(before, add_generation_prompt=True, tools=None):
             raise UserError("the tokenizer's chat template leaves out the 'tools' of this row")
-    only_calls = reply.get("tool_calls") and not reply["content"]
-    if only_calls and whole == render([*before, {"role": "assistant", "content": ""}]):
-        raise UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
+    if reply.get("tool_calls") and not reply["content"]:
+        with suppress(TemplateError):  # a template that refuses an empty reply has not left out the calls
+            if whole == render([*before, {"role": "assistant", "content": ""}]):
+                raise UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
     if not whole.startswith(query):
         raise UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}

@@ -339,28 +339,34 @@ def freeze_all_but_text(model: PreTrainedModel) -> None:
         weights.requires_grad_(weights.requires_grad and id(weights) in text)
 
 
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The folders checkpoint-N, by N. A copy such as checkpoint-100-backup is none."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
 def last_checkpoint(args: "SPAGArguments") -> str | None:
     """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
 
     With --resume_from_checkpoint False there must be no checkpoints: they would mix with those of the new run.
     """
-    there = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
-    if there and str(args.resume_from_checkpoint).lower() == "false":
+    checkpoints = checkpoints_of(Path(args.output_dir))
+    if checkpoints and str(args.resume_from_checkpoint).lower() == "false":
         raise utils.UserError(
             f"--resume_from_checkpoint False: {args.output_dir} holds checkpoints; leave the flag out to continue, or "
-            f"delete there: {' '.join(there)}"
+            f"delete there: {' '.join(path.name for path in checkpoints)}"
         )
     state = "optimizer*"
     if args.deepspeed:
         state = f"global_step*/{'zero_pp' if is_deepspeed_zero3_enabled() else 'mp'}_rank_*_model_states.pt"
-    complete = [mark.parent for mark in Path(args.output_dir).glob(f"checkpoint-*/{COMPLETE}")]
+    complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
     with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
     if complete and not with_state:
         raise utils.UserError(
             f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
             "--deepspeed that made them, or delete them"
         )
-    last = max(with_state, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    last = with_state[-1] if with_state else None
     processes = len(list(Path(last).glob("global_step*/*zero_pp_rank_*_optim_states.pt"))) if last else 0
     if args.deepspeed and processes not in (0, args.world_size):  # ZeRO: a part of the optimizer for each process
         raise utils.UserError(
@@ -375,7 +381,7 @@ def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[P
 
     Neither the last nor the best one is among them. Incomplete ones are of a killed launch, and do not count.
     """
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    checkpoints = checkpoints_of(folder)
     complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
     incomplete = [checkpoint for checkpoint in checkpoints if checkpoint not in complete]
     if not limit or limit < 0:

@@ -116,6 +116,9 @@ def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_t
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     chat_tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content + '' }}" + calls)
     assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
+    refuses_empty = "{% if not m.content and not m.tool_calls %}{{ raise_exception('empty') }}{% endif %}"
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("{{ m.content", refuses_empty + "{{ m.content")
+    assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells the weather", "parameters": {}}}]
@@ -302,6 +305,7 @@ def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, ca
     ("row", "message"),
     [
         ({"query": "a", "target": "b", "reward": math.nan}, "weight 1.0 and reward nan must be finite numbers"),
+        ({"query": "a", "target": "b", "weight": -1}, "weight -1 is below 0"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
         ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
         ({"query": "a", "target": "b", "reward": "1.0"}, "weight or reward: must be real number"),

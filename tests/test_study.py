@@ -398,6 +398,11 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["log_share among 40"] == -3.0
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
+    # An arm that is put between those that have ended takes nothing from the numbers of those behind it.
+    make_loop(tmp_path / "loops" / "between", 1)
+    Path(arms).write_text(Path(arms).read_text().replace("[arms.sft]", "[arms.between]\n\n[arms.sft]"))
+    call(study.main, arms, *flags)
+    assert list(read_json(out / "seed2.json")["arms"]) == ["imitation", "released", "between", "sft"]
 
 @pytest.mark.parametrize(
     "old, new, told",

@@ -333,6 +333,7 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
         run(output, settings)
     assert last.is_dir() and continued() == str(second)
     shutil.copytree(second, output / "checkpoint-10")
+    shutil.copytree(second, output / "checkpoint-10-backup")
     assert continued().endswith("-10")
     shutil.rmtree(output / "checkpoint-10")
     (output / "checkpoint-9").mkdir()

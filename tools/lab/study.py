@@ -143,7 +143,7 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
     if study.prepare:
         of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
         run(function_command(study.prepare, folder=str(folder), seed=seed, settings=of_first), folder / "prepare.log")
-    for number, arm in enumerate(study.arms, start=1):
+    for arm in study.arms:
         argv = loop_argv(study, arm, seed, folder, settings)
         mark, log = folder / f"{arm}.finished", folder / f"{arm}.log"
         if mark.is_file() and read_text(mark) == f"{shlex.join(argv)}\n":
@@ -152,8 +152,9 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
         run(loop_command(argv), log)
         if study.after:
             run(function_command(study.after, loop=str(folder / arm)), log)
-        arms_so_far = list(study.arms)[:number]
-        table.collect(folder, arms_so_far)
+        # An arm that was put between others ends after those behind it.
+        ended = [name for name in study.arms if name == arm or (folder / f"{name}.finished").is_file()]
+        table.collect(folder, ended)
         write_text(mark, f"{shlex.join(argv)}\n")
 
 

@@ -72,7 +72,8 @@ def check_there(loop: Loop, tables: dict[str, Namespace]) -> None:
 
 
 def missing_files(loop: Loop, tables: dict[str, Namespace]) -> Iterator[str]:
-    paths = [loop.words, loop.first_episodes, tables["play"].prompt_templates, tables["belief"].games]
+    paths = [loop.words, loop.first_episodes, tables["belief"].games, tables["belief"].candidates]
+    paths += dict.fromkeys(tables[stage].prompt_templates for stage in ("play", "match", "belief"))
     paths += [path for _, path in tables["match"].words or ()]
     paths += [] if loop.deepspeed in (AUTO, NONE) else [loop.deepspeed]
     paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
@@ -122,7 +123,9 @@ def check_rows(loop: Loop, tables: dict[str, Namespace]) -> None:
 
 
 def check_control(loop: Loop, rewards: Namespace) -> None:
-    """Raise UserError for a control without the rows that it takes."""
+    """Raise UserError for a control without the rows or the coefficient that it takes."""
+    if loop.control == "cloning" and loop.of("training").lm_sft_coeff <= 0:
+        raise UserError("control=cloning divides by training.lm_sft_coeff, which must be above 0")
     if loop.control == "sft" and not rewards.sft_data_path:
         raise UserError("control=sft needs rewards.sft_data_path, the only rows that it trains on")
     if plays_games(loop.control):

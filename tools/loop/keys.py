@@ -297,7 +297,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def to_value(name: str, value: Any, *, split: bool) -> Value | None:
     if isinstance(value, list):
-        return [to_text(name, one) for one in value]
+        return [to_text(name, one) for one in value] or None
     if split:
         with utils.user_errors(name, ValueError):
             return [to_text(name, one) for one in shlex.split(value)] or None
