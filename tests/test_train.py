@@ -336,6 +336,7 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     shutil.copytree(second, output / "checkpoint-10-backup")
     assert continued().endswith("-10")
     shutil.rmtree(output / "checkpoint-10")
+    shutil.rmtree(output / "checkpoint-10-backup")
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
