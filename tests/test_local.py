@@ -320,13 +320,15 @@ def test_draws_depend_on_seed_rank_and_games_left_and_not_on_the_caller_s(tiny_m
     assert torch.equal(torch.cat(drawn), torch.rand(6))
 
 
-def test_each_model_has_an_engine_that_can_run_it(tiny_model, tokenizer, tmp_path):
+def test_each_model_has_an_engine_that_can_run_it(tiny_model, tokenizer, tmp_path, caplog):
+    caplog.set_level("INFO")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MistralConfig(**shape, num_key_value_heads=2, vocab_size=len(tokenizer), sliding_window=50)
     for part in (AutoModelForCausalLM.from_config(config), tokenizer):
         part.save_pretrained(tmp_path)
     players, _ = make_players(tiny_model, str(tmp_path))
     assert [type(players[role].engine) for role in GAME.roles] == [SlotEngine, BatchEngine]
+    assert f"engine generate: slots cannot compute the attention of {tmp_path}" in caplog.messages
     with pytest.raises(UserError, match="--engine slots does not know this model's attention"):
         make_players(tiny_model, str(tmp_path), engine="slots")
 
@@ -355,14 +357,19 @@ def test_values_out_of_bounds_are_refused_before_a_model_is_loaded():
         PlayFlags(min_new_tokens=9, max_new_tokens=8)
 
 
-def test_auto_is_vllm_where_there_are_a_gpu_and_the_package(tiny_model, monkeypatch):
+def test_auto_is_vllm_where_there_are_a_gpu_and_the_package_and_the_log_says_why(tiny_model, monkeypatch, caplog):
+    caplog.set_level("INFO")
+
     def chosen(name=tiny_model, engine="auto"):
-        return make.choose_engine(PlayFlags(engine=engine), [name, "human"]).engine
+        caplog.clear()
+        return make.choose_engine(PlayFlags(engine=engine), [name, "human"]).engine, caplog.messages
 
     monkeypatch.setattr(make, "has_vllm", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert chosen() == "auto"
+    assert chosen() == ("auto", ["engine slots: there is no GPU"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert (chosen(), chosen(engine="slots"), chosen("openai:gpt")) == ("vllm", "slots", "auto")
+    assert chosen() == ("vllm", ["engine vllm: there are a GPU and the package vllm"])
+    assert chosen(engine="slots") == ("slots", ["engine slots: --engine asks for it"])
+    assert chosen("openai:gpt") == ("auto", [])
     monkeypatch.setattr(make, "has_vllm", lambda: False)
-    assert chosen() == "auto"
+    assert chosen() == ("auto", [f"engine slots: the package vllm is not installed ({make.INSTALL})"])

@@ -169,6 +169,20 @@ def test_without_the_package_the_command_that_installs_it_is_named(place, tiny_m
     assert vllm.INSTALL in call(play_llm_game.main, *flags(place, tiny_model, tmp_path), status=2).errors
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory\n..."), ImportError("libcudart.so", name="vllm._C")])
+def test_if_vllm_does_not_start_the_last_line_names_another_engine(
+    stand_in, place, tiny_model, tmp_path, monkeypatch, error
+):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLMEngine", SimpleNamespace(from_engine_args=fail))
+    errors = call(play_llm_game.main, *flags(place, tiny_model, tmp_path), status=2).errors
+    reason = str(error).splitlines()[0]
+    assert "Traceback" in errors and "engine vllm: --engine asks for it" in errors
+    assert reason in errors.splitlines()[-1] and "--engine slots" in errors.splitlines()[-1]
+
+
 @pytest.mark.skipif(not vllm.has_vllm(), reason=vllm.INSTALL)
 @pytest.mark.parametrize("task, other", [("testing", "slots"), ("sampling", "vllm")])
 def test_two_ranks_of_the_real_vllm_play_the_greedy_games_of_slots_and_the_drawn_games_of_one(

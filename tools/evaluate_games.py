@@ -54,7 +54,6 @@ def main() -> None:
     game = flags.load_game()
     players = dict(flags.players)
     templates = flags.load_templates(game)
-    flags = choose_engine(flags, list(players.values()))
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
     meetings = itertools.product(pairs(list(players), flags.against), lists, flags.seeds)
     matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
@@ -75,6 +74,7 @@ def main() -> None:
         if work.todo:
             missing = files.missing()
             note_engines = engine_notes(work)
+            flags = choose_engine(flags, list(players.values()))
             for number, match in enumerate(matches, start=1):
                 play_words(
                     game,

@@ -43,7 +43,6 @@ def main() -> None:
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)[: flags.max_games]
     names = flags.attacker_model_name_or_path, flags.defender_model_name_or_path
-    flags = choose_engine(flags, names)
     files = EpisodeFiles(flags.output_dir, f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}", words, game)
     settings = {
         "attacker_model_name_or_path": player_setting(names[0], flags),
@@ -61,7 +60,7 @@ def main() -> None:
                 game,
                 files.missing(),
                 names,
-                flags,
+                choose_engine(flags, names),
                 files,
                 templates=templates,
                 seed=flags.seed,

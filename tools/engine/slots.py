@@ -8,13 +8,14 @@ reply and tokens of new prompts, which scheduler.py chooses. When a reply ends, 
 The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
 """
 
+import logging
 import math
 
 import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tools.engine.attention import ATTENTION, LayerCache, Step, UnknownAttention
-from tools.engine.flags import SLOTS, EngineFlags
+from tools.engine.flags import GENERATE, SLOTS, EngineFlags
 from tools.engine.generate import BatchEngine, check_logits
 from tools.engine.linear import pack_weights
 from tools.engine.local import LocalModel, OwnEngine, Prompt
@@ -22,6 +23,8 @@ from tools.engine.memory import slots_for_memory
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
 from tools.players.player import Reply, Sampling
 from utils import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class SlotEngine(OwnEngine):
@@ -138,8 +141,10 @@ class AutoEngine(OwnEngine):
 
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> SlotEngine | BatchEngine:
-        kind = SlotEngine if can_hold(local.model, flags.max_length) else BatchEngine
-        return kind.over(local, flags, models, limit)
+        if can_hold(local.model, flags.max_length):
+            return SlotEngine.over(local, flags, models, limit)
+        logger.info("engine %s: %s cannot compute the attention of %s", GENERATE, SLOTS, local.model.name_or_path)
+        return BatchEngine.over(local, flags, models, limit)
 
 
 def _compute(model, step: Step) -> torch.Tensor:

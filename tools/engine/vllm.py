@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import os
 import shlex
 from collections import deque
@@ -10,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.engine.flags import AUTO, VLLM, EngineFlags
+from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM, EngineFlags
 from tools.players.player import Reply
 from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
 
 if TYPE_CHECKING:
     from tools.engine.local import Prompt, StartEngine  # bring torch
 
+logger = logging.getLogger(__name__)
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 PROMPTS_AT_ONCE = 256  # unless --per_device_eval_batch_size says otherwise
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
@@ -130,7 +132,10 @@ class VLLMEngine:
 
 
 def _start(argv: list[str]):
-    """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher."""
+    """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher.
+
+    If it does not start, whatever the reason, its traceback is logged, and a UserError names the other engines.
+    """
     names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
     hidden = {name: os.environ.pop(name) for name in names}
     try:
@@ -139,5 +144,10 @@ def _start(argv: list[str]):
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(argv)))
+    except Exception as error:
+        logger.exception("vLLM did not start")
+        first_line = str(error).strip().partition("\n")[0]
+        why = f"{type(error).__name__}: {first_line}"
+        raise UserError(f"vLLM did not start ({why}); --engine {SLOTS} or {GENERATE} plays without it") from error
     finally:
         os.environ.update(hidden)

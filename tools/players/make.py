@@ -11,8 +11,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from tools.engine.flags import AUTO, ENGINES, VLLM
-from tools.engine.vllm import has_vllm
+from tools.engine.flags import AUTO, ENGINES, SLOTS, VLLM
+from tools.engine.vllm import INSTALL, has_vllm
 from tools.games.game import Game, load_member, member_setting
 from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
@@ -38,12 +38,25 @@ def is_local(name: str | Choose) -> bool:
 
 
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
-    """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this."""
-    if flags.engine != AUTO or not has_vllm() or not any(map(is_local, names)):
+    """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
+
+    Logs which engine plays, and why.
+    """
+    if not any(map(is_local, names)):
+        return flags
+    if flags.engine != AUTO:
+        logger.info("engine %s: --engine asks for it", flags.engine)
         return flags
     import torch
 
-    return replace(flags, engine=VLLM if on_rank_0(torch.cuda.device_count) else AUTO)
+    if not on_rank_0(torch.cuda.device_count):
+        logger.info("engine %s: there is no GPU", SLOTS)
+        return flags
+    if not has_vllm():
+        logger.info("engine %s: the package vllm is not installed (%s)", SLOTS, INSTALL)
+        return flags
+    logger.info("engine %s: there are a GPU and the package vllm", VLLM)
+    return replace(flags, engine=VLLM)
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
