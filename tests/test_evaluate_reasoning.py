@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import bigrams
 import numpy as np
 import pytest
+from conftest import ROOT
 from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
@@ -86,6 +87,19 @@ def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tm
     assert not list((tmp_path / "out").rglob("samples_*"))  # gigabytes of prompts
 
 
+def test_the_harness_asks_in_the_chat_template_of_a_model(real_harness, tmp_path, monkeypatch):
+    bigrams.write_data(tmp_path / "data")
+    model = bigrams.write_model(tmp_path / "model", "yes")
+    shutil.copy(ROOT / "tests/chat_templates/chatml.jinja", model / "chat_template.jinja")
+    monkeypatch.chdir(tmp_path / "data")
+    flags = {"models": f"m={model}", "tasks": "PIQA", "dtype": "float32", "chat_template": True}
+    call(evaluate_reasoning.main, *flags_of(flags | {"output_dir": tmp_path / "out"}))
+    for sample in real_harness[str(model), "piqa"]:
+        for request in sample["arguments"].values():
+            prompt, answer = request.values()
+            assert prompt.endswith("<|im_start|>assistant\n") and "im_" not in answer
+
+
 @pytest.fixture
 def evaluate(tmp_path, tiny_model, monkeypatch):
     """Evaluate with a stand-in for the harness, and return its calls too.
@@ -133,6 +147,20 @@ def test_finished_results_are_not_asked_again_new_ones_join_and_other_settings_a
     assert len(evaluate(models=("base", "epoch1", "epoch2"))[1]) == 2
     refused, calls = evaluate(dtype="float32", status=2)
     assert "dtype: None then, float32 now" in refused.errors and "piqa.json" in refused.errors and calls == []
+
+
+def test_instruct_models_are_asked_in_their_chat_template_and_the_results_say_so(evaluate, tmp_path):
+    """A record of questions without a template has no word of it, as those of earlier versions."""
+    without, _ = evaluate()
+    record = tmp_path / "out/base/piqa_settings.json"
+    assert "chat_template" not in record.read_text() and "without a chat template" in without.output
+    refused, _ = evaluate(chat_template=True, status=2)
+    assert "chat_template: None then, True now" in refused.errors
+    shutil.rmtree(tmp_path / "out")
+    inside, calls = evaluate(chat_template=True)
+    assert len(calls) == 4 and "in the chat template of each model" in inside.output
+    assert "--apply_chat_template" in (tmp_path / "out/base/piqa.log").read_text()
+    assert json.loads((tmp_path / "out/results.json").read_text())["settings"]["chat_template"] is True
 
 
 def test_a_failed_task_is_a_dash_and_does_not_stop_the_others(evaluate):

@@ -122,6 +122,13 @@ def test_the_files_of_settings_are_read_by_the_stages_parsers(name, needed):
     assert [loop.of(stage) for stage in PROGRAMS]
 
 
+def test_a_chat_template_above_the_tables_is_that_of_games_belief_and_benchmarks(needed):
+    """Of an instruct model; the paper's Llama-2 has none."""
+    for name, chat in (("qwen3_4b", True), ("qwen15", True), ("english", True), ("llama2_7b", False)):
+        loop, _ = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
+        assert {loop.of(stage).chat_template for stage in ("play", "match", "belief", "reasoning")} == {chat}
+
+
 def test_help_shows_every_setting_of_the_loop_and_how_to_see_the_flags_and_imports_neither_torch_nor_transformers():
     code = "import sys; from tools import run_spag; sys.argv = ['run_spag.py', '--help']; run_spag.main()\n"
     code += "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"

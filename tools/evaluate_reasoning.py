@@ -52,6 +52,7 @@ class Flags(ModelFlags):
         unique=attrgetter("task"),  # their results are in a file of the task's name
     )
     output_dir: str = flag("folder of the results")
+    chat_template: bool = flag("True: ask in the chat template of each model, for instruct models", default=False)
     limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
     batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
     lm_eval: str | None = flag("the harness's command, such as 'accelerate launch -m lm_eval'", default=None)
@@ -67,6 +68,8 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")  # on CPUs a search takes long
     settings = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}
+    if flags.chat_template:  # a record without this key is of questions without a template
+        settings["chat_template"] = True
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
     models = [(name, model_setting(model)) for name, model in flags.models]  # here it ends if one is missing
@@ -102,6 +105,7 @@ def main() -> None:
         "harness": ", ".join(sorted(versions)),
         "dtype": flags.dtype,
         "limit": flags.limit,
+        "chat_template": flags.chat_template,
         "models": dict(flags.models),
         "benchmarks": [benchmark._asdict() for benchmark in flags.tasks],
     }

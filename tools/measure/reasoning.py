@@ -43,7 +43,8 @@ BENCHMARKS = (
 def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
     """Ask a model a benchmark. Returns its metrics and the harness's version, as README.md describes.
 
-    `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size.
+    `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size,
+    and chat_template if it is true.
     CalledProcessError if the harness fails, NoResult if it leaves no result; `log` gets its messages.
     """
     with TemporaryDirectory(prefix=f".{log.stem}.", dir=log.parent) as folder:
@@ -65,6 +66,8 @@ def harness_flags(settings: Mapping, folder: str) -> list[str]:
     for name, value in (("--num_fewshot", settings["shots"]), ("--limit", settings["limit"])):
         if value is not None:
             flags += [name, str(value)]
+    if settings.get("chat_template"):
+        flags.append("--apply_chat_template")
     return flags
 
 

@@ -61,10 +61,11 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
         asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
     dtype = settings["dtype"] or "each model in the type of its config"
     questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions of a task"
+    layout = "in the chat template of each model" if settings["chat_template"] else "without a chat template"
     return f"""{markdown(lines)}
 
 Percentages ± one standard error over draws of the questions; it does not cover the randomness of training.
-lm-evaluation-harness {settings["harness"]}, {dtype}, {questions}: {", ".join(asked)}.
+lm-evaluation-harness {settings["harness"]}, {layout}, {dtype}, {questions}: {", ".join(asked)}.
 """
 
 
