@@ -10,13 +10,13 @@ import shlex
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, write_place
+from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, words_of, write_place
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from tools import assign_rewards, play_llm_game, spag
 from tools.lab.study import read_study
-from tools.loop.keys import expand
-from tools.loop.settings import read_file
+from tools.loop.keys import TRAININGS, expand
+from tools.loop.settings import read_file, read_loop
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
 from utils import read_json_or_jsonl, write_json
@@ -96,6 +96,15 @@ def test_the_loop_knows_the_files_and_settings_it_is_given(words):
             expand(name, value, split=True)
         elif word != "--help":
             assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize("words", [words for program, words in CALLS if program == LOOP], ids=" ".join)
+def test_the_rows_of_a_step_are_whole_micro_batches(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [word for word in words if not word.startswith(("like=", "--help"))]
+    loop, _ = read_loop([*words_of({"model": "m", "words": "w", "output": "o"}), *words])
+    for table in map(loop.of, TRAININGS):
+        assert loop.global_batch % table.per_device_train_batch_size == 0
 
 
 @pytest.mark.parametrize("name", TEXTS)

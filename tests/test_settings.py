@@ -21,7 +21,7 @@ from tools.games import load_game
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
 from tools.loop import keys, machine
-from tools.loop.keys import OWN, PROGRAMS, flags_of
+from tools.loop.keys import OWN, PROGRAMS, TRAININGS, flags_of
 from tools.loop.record import write_record
 from tools.loop.settings import DEFAULTS, read_file, read_loop
 from tools.loop.stages import hold_lock
@@ -120,6 +120,14 @@ def test_a_new_lora_rank_brings_its_learning_rate_and_one_that_goes_the_papers(n
 def test_the_files_of_settings_are_read_by_the_stages_parsers(name, needed):
     loop, _ = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
     assert [loop.of(stage) for stage in PROGRAMS]
+
+
+def test_settings_for_one_card_fill_it_and_leave_the_loss_a_mean_over_the_step(needed):
+    loop, _ = read_loop([*words_of(needed | {"gradient_checkpointing": "auto"}), f"{ROOT}/configs/qwen3_4b.toml"])
+    assert loop.gradient_checkpointing is False and loop.global_batch % 32 == 0
+    for table in map(loop.of, TRAININGS):
+        assert (table.per_device_train_batch_size, table.loss_normalization) == (32, "step")
+        assert table.train_sampling_strategy == "batch_rebalance"
 
 
 def test_a_chat_template_above_the_tables_is_that_of_games_belief_and_benchmarks(needed):
