@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, call, descendants, finish, start, wait_for
 
+from tools import evaluate_belief
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, TIED, Taboo
 from tools.lab import preparations, study, table
+from tools.measure.belief import fewest_candidates
 from tools.measure.estimates import holm, markdown, student, with_interval
 from tools.measure.match_text import write_results
 from tools.selfplay.episodes import summary
@@ -437,6 +439,18 @@ def test_the_file_of_arms_in_the_readme_is_one(tmp_path):
     (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "tools/lab/README.md").read_text(), flags=re.DOTALL)
     (tmp_path / "arms.toml").write_text(shown)
     assert list(study.read_study(str(tmp_path / "arms.toml"), []).arms) == ["released", "sft", "detached"]
+
+
+def test_the_study_of_a_real_model_compares_measures_that_its_loops_leave():
+    ours = study.read_study(str(ROOT / "configs/arms/qwen15.toml"), [])
+    of_arm = study.settings_of(ours, "detached", [])
+    flags = evaluate_belief.Flags(**vars(of_arm.of("belief")) | {"models": [], "output_dir": "unused"})
+    game = flags.load_game()
+    episodes, candidates = evaluate_belief.read_games(flags, game)
+    among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
+    names = {"points", *table.belief_numbers({"candidates": among, "hints": "last", "log_share": 0, "rank_1": 0})}
+    assert of_arm.of("match").words and {measure for measure, *_ in ours.primary + ours.minus} <= names
+    assert ours.primary == [["points", "detached", "silent"], ["rank 1 among 200", "detached", "silent"]]
 
 
 def test_an_arm_may_begin_like_another_than_the_first_one():
