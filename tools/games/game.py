@@ -81,8 +81,13 @@ class Game:
     def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
         """What roles[0] and roles[1] get in a match, each in [0, 1]."""
         ended = self.outcome(outcome)
-        first = 0.5 if ended.winner is None else float(ended.winner == self.roles[0])
-        return ended.points or (first, 1.0 - first)
+        if ended.points:
+            return ended.points
+        if ended.winner is None:
+            return 0.5, 0.5
+        if ended.winner == self.roles[0]:
+            return 1.0, 0.0
+        return 0.0, 1.0
 
     def answer(self, task: str) -> tuple[str, str] | None:
         """The role that must find the secret, and the message that names it; None if the game has no secret."""
@@ -125,8 +130,10 @@ class Game:
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
         """Whether play ends here: the game is decided, all turns are taken, or the game stops it."""
-        if not history or len(history) >= self.message_limit(max_turns):
-            return bool(history)
+        if not history:
+            return False
+        if len(history) >= self.message_limit(max_turns):
+            return True
         return self.stops(task, history) or self.decide(task, history) is not None
 
     @staticmethod

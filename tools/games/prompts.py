@@ -104,25 +104,24 @@ def training_prompt(
     rule = rule_text(templates, max_turns, rng.choice(range(len(templates[RULES]))))
     request = instruction(templates, role, game.secrets(role, task, history), max_turns)
     name_of = dict(zip(roles, names, strict=True))
-    dialog = "".join(f"{separator}{name_of[each['role']]}: {each['content']}" for each in history)
+    dialog = "".join(f"{separator}{name_of[message['role']]}: {message['content']}" for message in history)
     start = "" if history else NO_HISTORY + " "
-    answer = f"{separator}{names[0]}: "
+    reply_start = f"{separator}{names[0]}: "
     if layout == ALPACA:
         system = f"{system_name}: " if rng.uniform(0, 1) < ALPACA_CHANCE else ""
-        dialog = start or f"{separator}Game History:{dialog}\n\n"
+        dialog = f"{separator}Game History:{dialog}\n\n" if history else start
         as_prefix = rng.uniform(0, 1) < ALPACA_CHANCE
-        request = f"{request.removesuffix('.')}: " if as_prefix else request + answer
+        request = f"{request.removesuffix('.')}: " if as_prefix else request + reply_start
         return f"{system}{rule}{dialog}{request}"
     system = f"{separator}{system_name}: {rule}\n\n{request}{start}"
-    return f"{system}{dialog}{answer}" if layout == CHAT else f"{dialog}{system}{answer}"
+    return f"{system}{dialog}{reply_start}" if layout == CHAT else f"{dialog}{system}{reply_start}"
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
     templates = read_json(path)
-    rules = RULES in templates and templates[RULES]
-    texts = rules if isinstance(rules, list) else []
-    if not texts or not all(str(text).endswith("\n") for text in texts):
+    rules = templates.get(RULES) if isinstance(templates, dict) else None
+    if not isinstance(rules, list) or not rules or not all(str(rule).endswith("\n") for rule in rules):
         raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
     for role in game.roles:
         request = templates.get(f"{role}_instruction")

@@ -91,7 +91,9 @@ def guesser_prompts(
     history, task = episode["history"], episode["target_word"]
     guesser, _ = game.answer(task)
     result = game_result(game, episode)
-    length = result.length - game.outcome(result.outcome).breach
+    length = result.length
+    if game.outcome(result.outcome).breach:
+        length -= 1  # the last message broke the rules
     hints = [end for end, message in enumerate(history[:length], start=1) if message["role"] != guesser]
     prompts = []
     for end in (0, *hints):

@@ -211,7 +211,8 @@ class ServerPlayer(Player):
         """The exception for what a server said, in one line without the key: UserError ends the run."""
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
-        self.refused += status in (OK, *REFUSED)
+        if status in (OK, *REFUSED):
+            self.refused += 1
         wrong_setup = status in (None, *WRONG_ADDRESS) or self.refused == MOST_REFUSED
         if status in WRONG_KEY or "insufficient_quota" in said or (wrong_setup and not self.answered):
             return UserError(line)
