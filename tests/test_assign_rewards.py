@@ -72,6 +72,15 @@ def test_losers_and_ties_pay_below_zero():
     assert rows_of(games, losers=0.0, ties=0.0) == rows_of(games)
 
 
+def test_a_loser_pays_its_part_of_what_the_winner_gets():
+    class Half(Taboo):
+        def rewards(self, task, history, outcome):
+            return {role: 0.5 * reward for role, reward in super().rewards(task, history, outcome).items()}
+
+    rows = rows_of([ATTACKER_WON], game=Half(), decay_weight=0.5, losers=0.6)
+    assert [row["reward"] for row in rows] == pytest.approx([FIRST / 2, -0.3 * FIRST, SECOND / 2, -0.3 * SECOND])
+
+
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     for more in ({}, {"templates": templates}):
@@ -153,6 +162,14 @@ def test_rows_that_a_person_has_changed_stay_when_the_same_command_starts_again(
     write_records(tmp_path / "rows.json", rows[:1])
     start(losers=0.5)
     assert read_json_or_jsonl(tmp_path / "rows.json") == rows[:1]
+
+
+def test_rows_of_other_games_or_sft_examples_of_the_same_name_are_refused(run, refuse, tmp_path):
+    path = write_rows(tmp_path / "sft.jsonl", [{"query": "q", "target": "t"}])
+    run(sft_data_path=path)
+    assert "input_data_path: " in refuse(inputs=(EPISODES[1:],), sft_data_path=path)
+    write_rows(path, [{"query": "q", "target": "another"}])
+    assert "sft_data_path: " in refuse(sft_data_path=path)
 
 
 def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
