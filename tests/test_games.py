@@ -196,3 +196,13 @@ def test_a_game_that_both_win_gives_rows_of_both():
     rows = assign_rewards(episodes, game=QUESTIONS, rng=random.Random(0))
     assert [row["role"] for row in rows] == ["guesser", "answerer", "guesser"]
     assert [row["reward"] for row in rows] == pytest.approx([0.8 / 1.8, 1.0, 1 / 1.8])
+
+
+def test_a_tie_costs_both_roles_unless_the_game_pays_or_one_of_them_broke_its_rules():
+    shared = {"game": "twenty_questions", "target_word": "apple", "max_turns": 3}
+    found = ("Is it round?", "Yes.", "Is it `apple`?")
+    broken = ("Is it red?", "Perhaps.")
+    tied = ("Is it red?", "No.")
+    episodes = [shared | {"history": messages(QUESTIONS, *texts)} for texts in (found, broken, tied)]
+    rows = assign_rewards(episodes, game=QUESTIONS, decay_weight=1.0, ties=0.25, rng=random.Random(0))
+    assert [row["reward"] for row in rows] == [0.5, 1.0, 0.5, -0.25, -0.25]
