@@ -55,8 +55,11 @@ def test_sft_rows_are_repeated_to_as_many_rows_as_the_other_run_has(run, tmp_pat
     rows = run("sft", sft_data_path=tmp_path / "facts.json")
     assert Counter(map(json.dumps, rows)) == dict.fromkeys(map(json.dumps, SFT_ROWS), 31)  # 93 rows
     write_records(tmp_path / "fewer.json", ROWS[:5])
-    fewer = run("sft", sft_data_path=tmp_path / "facts.json", rows=tmp_path / "fewer.json", output=tmp_path / "o.json")
-    assert sorted(Counter(row["target"] for row in fewer).values()) == [1, 2, 2]
+    flags = {"sft_data_path": tmp_path / "facts.json", "rows": tmp_path / "fewer.json"}
+    of_seeds = [run("sft", seed=seed, output=tmp_path / f"seed{seed}.json", **flags) for seed in range(9)]
+    for fewer in of_seeds:
+        assert sorted(Counter(row["target"] for row in fewer).values()) == [1, 2, 2]
+    assert any(fewer != of_seeds[0] for fewer in of_seeds)
 
 
 def test_silent_rows_are_those_of_the_other_run_with_weight_0_for_games(run):

@@ -92,7 +92,8 @@ def test_rows_of_thoughts_need_the_prompts_of_play():
 def test_special_tokens_are_left_out_and_an_unfinished_second_thought_is_private_too():
     tokens = Codec(thinking_tokenizer(OPENED), Sampling(thinking=True))
     ids = tokens.tokenizer("Hm.</think>A<|User|>B")["input_ids"]
-    assert tokens.decode(ids) == Reply("AB", LENGTH, len(ids), thought="Hm.</think>")
+    reply = Reply("AB", LENGTH, len(ids), prompt_cut=True, thought="Hm.</think>")
+    assert tokens.decode(ids, prompt_cut=True) == reply
     assert split_thought("a</think>b<think>c") == ("a</think>b<think>c", "")
     assert split_thought("a") == ("a", "") and split_thought("a", needs_tag=True) == ("", "a")
     assert split_thought("[THINK]a[/THINK] b") == ("[THINK]a[/THINK]", " b")

@@ -185,13 +185,14 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     assert len(steps) == 11
 
 
-def test_a_run_that_continues_in_its_second_epoch_deals_out_the_rows_of_that_epoch():
+@pytest.mark.parametrize("data_seed, seed", [(None, 7), (0, 0)])
+def test_a_run_that_continues_in_its_second_epoch_deals_out_the_rows_of_that_epoch(data_seed, seed):
     """With several processes the Trainer does not reach the sampler."""
     sampler = BatchRebalanceSampler([1, 2], 2, dp_size=2, grad_accum=1)
     loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, num_processes=2))
-    run, args = SimpleNamespace(epoch=1.4), SimpleNamespace(seed=7, data_seed=None)
+    run, args = SimpleNamespace(epoch=1.4), SimpleNamespace(seed=7, data_seed=data_seed)
     trainers.RebalancedEpochs().on_epoch_begin(args, run, None, train_dataloader=loader)
-    assert (sampler.epoch, sampler.seed) == (1, 7)
+    assert (sampler.epoch, sampler.seed) == (1, seed)
 
 
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL", "OfflinePO"])
