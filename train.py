@@ -318,7 +318,7 @@ def merge_lora(trainer: SPAGTrainer) -> None:
 def summary(trainer: SPAGTrainer) -> str:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     change = f", loss {losses[0]:.3f} at the first and {losses[-1]:.3f} at the last" if losses else ""
-    return f"{trainer.state.global_step} steps{change}"
+    return f"trained {trainer.state.global_step} steps{change}"
 
 
 def leave() -> None:

@@ -109,13 +109,13 @@ def start(tmp_path):
 
 @pytest.fixture
 def run(start, tmp_path):
-    """The rows of a run whose output was not there before, and what it printed."""
+    """The rows of a run whose output was not there before, and the line that it printed."""
 
     def run_once(**flags):
         output = flags.setdefault("output_data_path", tmp_path / "rows.json")
         output.unlink(missing_ok=True)
         printed = start(**flags).output
-        return read_json_or_jsonl(output), json.loads(printed)
+        return read_json_or_jsonl(output), printed
 
     return run_once
 
@@ -140,12 +140,16 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     assert layout == {"training_prompt": "random", "chat_template": None, "prompt_templates": digest}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     weights = {"attacker": 1.0, "defender": 1.0}
-    assert printed == {
+    notes = {
         "games": {"episodes": 4, **outcomes},
         "weights": weights,
         "rows": {"attacker": 2, "defender": 2, "negative": 0},
     }
-    assert json.loads(start(decay_weight=0.9, **flags).output) == printed
+    assert saved | notes == saved
+    for part in ("4 games", "attacker wins 1", "tied game 1", "4 rows: attacker 2, defender 2", "attacker 1.00"):
+        assert part in printed
+    assert "below 0" not in printed
+    assert start(decay_weight=0.9, **flags).output == printed
 
 
 def test_a_game_of_ones_own_that_has_changed_is_another_game(run, refuse, tmp_path):
@@ -195,7 +199,7 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
     texts = [("Q", "T"), ("P", "A"), (utils.alpaca_to_row(alpaca)["prompt"], "violon")]
     texts = [{"query": query, "target": target} for query, target in texts]
     assert rows[2:] == [each | {"type": "sft", "weight": 1.0} for each in (*texts, messages)]
-    assert printed["rows"]["sft"] == 4
+    assert "sft 4" in printed
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

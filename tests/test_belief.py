@@ -304,6 +304,8 @@ def test_the_program_writes_a_line_a_message_and_means_by_number_of_hints(tmp_pa
     assert last["log_share"] == pytest.approx(sum(after_last) / len(after_last))
     assert printed == (tmp_path / "out" / "belief.txt").read_text()
     assert f"| epoch1 | last | 6 | 7 | {last['log_share']:.3f} |" in printed
+    last_line = printed.splitlines()[-1]
+    assert f"epoch1 after the last hint: log_share {last['log_share']:.3f}" in last_line and "6 games" in last_line
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors

@@ -101,7 +101,9 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     (output / "epoch1/eval/matches.txt").write_text("a table\nepoch1 against imitation: points 60%\n")
     (output / "report.html").touch()
     printed, build, words = quickstart("output=my out", "seed=3")
-    *_, points, report, to_play = printed.splitlines()
+    lines = printed.splitlines()
+    assert ("QUICK=1 shows only" in lines[-1]) == (quick == "1")
+    *_, points, report, to_play = lines[:-1] if quick == "1" else lines
     assert points == "epoch1 against imitation: points 60%" and "my out/report.html" in report
     command = shlex.split(to_play.partition("play_llm_game ")[2])
     flags = parse_flags(play_llm_game.Flags, command, description="")

@@ -45,7 +45,7 @@ def run(output, settings: dict, **changes) -> list[dict]:
     printed = call(train.main, *flags(output, settings, **changes)).output.splitlines()
     steps = steps_of(output)
     losses = f"loss {steps[0]['loss']:.3f} at the first and {steps[-1]['loss']:.3f} at the last"
-    assert printed[-1] == f"{len(steps)} steps, {losses}"
+    assert printed[-1] == f"trained {len(steps)} steps, {losses}"
     return steps
 
 

@@ -8,7 +8,6 @@ OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
 import glob
-import json
 import logging
 import random
 import re
@@ -164,7 +163,7 @@ def main() -> None:
             made, notes = make_rows(flags, game, templates, chat)
             write_records(output, made)
             work.notes |= notes | {"rows": rows.count_rows(made)}
-    print(json.dumps(work.notes))
+    print(rows.counts_line(work.notes))
 
 
 if __name__ == "__main__":

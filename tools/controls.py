@@ -9,7 +9,6 @@ The record is O's name with _rewards_settings.json.
 """
 
 import glob
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tools.flags import FlagGroup, flag, parse_command
-from tools.selfplay.rows import ChatFlags, count_rows, read_sft_rows, rows_record
+from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows, rows_record
 from utils import UserError, read_json_or_jsonl, rows_setting, run_program, stage, write_records
 
 
@@ -147,7 +146,7 @@ def main() -> None:
             made = control.make(read_json_or_jsonl(control.rows))
             write_records(control.output, made)
             work.notes["rows"] = count_rows(made)
-    print(json.dumps(work.notes))
+    print(counts_line(work.notes))
 
 
 if __name__ == "__main__":

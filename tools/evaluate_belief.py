@@ -133,11 +133,18 @@ def mean_rows(model: str, messages: Sequence[Mapping]) -> list[dict]:
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
+    """The means as a table, and a last line with those after the last hint."""
     head, *_ = rows
     lines = [list(head)]
     for row in rows:
         lines.append([f"{value:.3f}" if isinstance(value, float) else value for value in row.values()])
-    return f"{markdown(lines)}\n"
+    last = [
+        f"{row['model']} after the last hint: log_share {row['log_share']:.3f}, rank_1 {row['rank_1']:.1%}, belief "
+        f"{row['belief']:.3f} ({row['games']:,} games, {row['candidates']} candidates)"
+        for row in rows
+        if row["hints"] == LAST
+    ]
+    return f"{markdown(lines)}\n\n{'; '.join(last) or 'no game has a hint'}\n"
 
 
 def main() -> None:

@@ -9,14 +9,13 @@ Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are 
 command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as one process.
 """
 
-import json
 from dataclasses import dataclass
 
 from tools.flags import file_name, flag, parse_flags
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HUMAN
 from tools.players.make import choose_engine, engine_notes, player_setting
-from tools.selfplay.episodes import EpisodeFiles, new_tokens
+from tools.selfplay.episodes import EpisodeFiles, new_tokens, summary_line
 from tools.selfplay.play import play_words
 from utils import rank, read_json, read_words, run_program, stage
 
@@ -71,7 +70,7 @@ def main() -> None:
         counts = read_json(files.summary_path)
         # Of all processes in this start, by the clock of rank 0, without the time to load models.
         speed = (counts["new_tokens"] - tokens_before) / seconds if seconds else None
-        print(json.dumps(counts | {"new_tokens_per_second": speed and round(speed, 1)}))
+        print(summary_line(counts) + (f"; {speed:,.1f} new tokens a second" if speed else ""))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 10
 QUICK_LOOP = "epochs=1 max_words=40 games_per_word=1 global_batch=32 per_device_train_batch_size=32".split()
 QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".split()
 
+QUICK_NOTE = (
+    "QUICK=1 shows only that every stage runs: its model has hardly learned to speak, so its points and warnings mean "
+    "nothing. Without QUICK=1 the quick start trains one that plays."
+)
+
 
 def main() -> None:
     quick = os.environ.get("QUICK", "0") != "0"
@@ -39,9 +44,11 @@ def main() -> None:
     if status:
         sys.exit(status)
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-    say(f"it took {minutes} min {seconds} s; points against the imitation model after each epoch:")
+    say(f"the quick start took {minutes} min {seconds} s; points against the imitation model after each epoch:")
     for line in last_lines(Path(output)):
         print(line)
+    if quick:
+        print(QUICK_NOTE)
 
 
 def settings(output: str) -> list[str]:
@@ -89,7 +96,7 @@ def last_lines(output: Path) -> list[str]:
     }
     flags = shlex.join(word for name, value in play.items() for word in (f"--{name}", str(value)))
     shown = [f"report, to open in a browser: {report}"] if report.is_file() else []
-    return [*points, *shown, f"play against it: .venv/bin/python -m tools.play_llm_game {flags}"]
+    return [*points, *shown, f"play against the newest model: .venv/bin/python -m tools.play_llm_game {flags}"]
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Stages:
             self._stop(name)
         log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"{name}; its log: {log}")
+        say(f"{name} begins; its log: {log}")
         begin = time.monotonic()
         with open(log, "ab") as file:
             file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())

@@ -143,6 +143,25 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     }
 
 
+def summary_line(counts: Mapping) -> str:
+    """A summary as a line for people."""
+    parts = [f"{counts['games']:,} games: {listed(counts['outcomes'])}"]
+    if counts["games"]:
+        parts.append(f"the deciding message is number {counts['mean_length']:.1f} on average")
+    parts.append(
+        f"{counts['messages']:,} messages, of which {counts['empty_replies']:,} are empty and "
+        f"{counts['cut_off_replies']:,} cut off at the token limit; {counts['cut_prompts']:,} prompts were cut"
+    )
+    if "thoughts" in counts:
+        parts.append(f"{counts['thoughts']:,} thoughts, of which {counts['cut_thoughts']:,} were cut off")
+    return "; ".join(parts)
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Counts by name as text: attacker wins 1,530, tied game 61."""
+    return ", ".join(f"{name} {number:,}" for name, number in counts.items())
+
+
 def new_tokens(episode: Mapping) -> int:
     """The tokens of a game's replies, as far as they are known: a server may not count them."""
     return sum(reply.get("tokens") or 0 for reply in episode.get("replies") or ())

@@ -12,6 +12,7 @@ from tools.flags import FlagGroup, flag
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
 from tools.players.player import join_thought, reply_without
+from tools.selfplay.episodes import listed
 from tools.selfplay.rewards import (
     Result,
     RewardFlags,
@@ -216,6 +217,23 @@ def rows_record(path: str) -> Path:
     """The record beside X.json, a file of rows: X_rewards_settings.json."""
     file = Path(path)
     return file.with_name(f"{file.stem}_rewards_settings.json")
+
+
+def counts_line(notes: Mapping) -> str:
+    """What the record of rows notes of games, weights and rows, as a line for people."""
+    parts = []
+    if "games" in notes:
+        outcomes = dict(notes["games"])
+        parts.append(f"{outcomes.pop('episodes'):,} games: {listed(outcomes)}")
+    by_kind = dict(notes["rows"])
+    negative = by_kind.pop("negative")
+    parts.append(f"{sum(by_kind.values()):,} rows: {listed(by_kind)}")
+    if negative:
+        parts.append(f"{negative:,} rows have a reward below 0")
+    if "weights" in notes:
+        weights = (f"{role} {weight:.2f}" for role, weight in notes["weights"].items())
+        parts.append(f"weights of rows: {', '.join(weights)}")
+    return "; ".join(parts)
 
 
 def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
