@@ -25,10 +25,10 @@ from tools.loop.keys import (
     PROGRAMS,
     TRAININGS,
     Loop,
+    check_command,
     command_line,
     flags_of,
     has_reference,
-    parse_command,
     plays_games,
 )
 from tools.loop.machine import Question, ask
@@ -62,7 +62,7 @@ def steps(loop: Loop) -> Iterator[Step]:
     player = "imitation"  # its name in files
     if "train_data_path" in loop.stages["imitation"] and not loop.imitation_model:
         folder = f"{loop.output}/imitation/model"
-        yield training(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
+        yield training_step(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
     imitation = model
     models = {"base": loop.model}
@@ -74,36 +74,43 @@ def steps(loop: Loop) -> Iterator[Step]:
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
         elif plays_games(loop.control):
-            yield play(loop, epoch, model, player)
-        yield from rows(loop, epoch, episodes)
-        yield self_play_training(loop, epoch, model)
+            yield play_step(loop, epoch, model, player)
+        yield from rows_steps(loop, epoch, episodes)
+        yield self_play_step(loop, epoch, model)
         model = trained_model(loop, "training", f"{folder}/model")
         player = f"epoch{epoch}"
         models[player] = model
         position = (epoch, MEASURING)
         if "words" in loop.stages["match"] and epoch % loop.match_every == 0:
-            yield match(loop, position, imitation, player, model)
+            yield match_step(loop, position, imitation, player, model)
         if "games" in loop.stages["belief"]:
-            yield belief(loop, position, models if epoch == 1 else {player: model})
+            yield belief_step(loop, position, models if epoch == 1 else {player: model})
         if loop.report:
             game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
             yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
     if "tasks" in loop.stages["reasoning"]:
-        flags = {"models": named(models), "output_dir": f"{loop.output}/reasoning", "dtype": DTYPES[loop.precision]}
+        flags = {
+            "models": name_equals_path(models),
+            "output_dir": f"{loop.output}/reasoning",
+            "dtype": DTYPES[loop.precision],
+        }
         yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
 
 
 def stage_step(
     loop: Loop, stage: str, name: str, position: Position, flags: dict, defaults: Mapping = {}, **more
 ) -> Step:
-    """The command of a stage: `defaults`, the flags of its table, and the `flags` that the loop sets."""
+    """The step of a stage, whose arguments are `defaults`, the flags of its table, and the `flags` that the loop sets.
+
+    Later ones replace earlier ones. `more` are further fields of the step.
+    """
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.stages[stage], **flags})
     return Step(name, position, PROGRAMS[stage].path, argv, stage, **more)
 
 
-def training(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
-    """Train a model, which is the reference too."""
+def training_step(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
+    """The step in which `model` is trained. The same model is the reference of methods that have one."""
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
     if loop.global_batch % rows_at_once:
@@ -125,20 +132,22 @@ def training(loop: Loop, stage: str, name: str, position: Position, folder: str,
 
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
+    """The folder of the model that a training leaves: with LoRA, the model with its adapters merged."""
     return f"{folder}/merged" if "lora_rank" in loop.stages[stage] else folder
 
 
-def self_play_training(loop: Loop, epoch: int, model: str) -> Step:
+def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
+    """The step in which the newest model is trained on the rows of this epoch."""
     folder = f"{loop.output}/epoch{epoch}"
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
     if loop.control and not loop.control_class.makes_game_rows:
         flags["allow_no_game_rows"] = True
     position = (epoch, PHASES.index("train"))
-    return training(loop, "training", f"epoch{epoch}_train", position, f"{folder}/model", model, **flags)
+    return training_step(loop, "training", f"epoch{epoch}_train", position, f"{folder}/model", model, **flags)
 
 
-def play(loop: Loop, epoch: int, model: str, player: str) -> Step:
-    """Let the newest model play against itself."""
+def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
+    """The step in which the newest model plays against itself."""
     flags = {
         "attacker_model_name_or_path": model,
         "defender_model_name_or_path": model,
@@ -161,20 +170,20 @@ def processes_of_play(loop: Loop, stage: str) -> int:
     return loop.processes // gpus
 
 
-def rows(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
-    """Make the rows of the games, or of a control: epochK/rows/rows.json."""
+def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
+    """The one or two steps in which the rows of the games, or of a control, are made: epochK/rows/rows.json."""
     folder = f"{loop.output}/epoch{epoch}/rows"
     if not loop.control:
-        yield rewards(loop, epoch, episodes, f"{folder}/rows.json")
+        yield rewards_step(loop, epoch, episodes, f"{folder}/rows.json")
     elif plays_games(loop.control):
-        yield rewards(loop, epoch, episodes, f"{folder}/winners.json")
-        yield control(loop, epoch, f"{folder}/winners.json")
+        yield rewards_step(loop, epoch, episodes, f"{folder}/winners.json")
+        yield control_step(loop, epoch, f"{folder}/winners.json")
     else:
-        yield control(loop, epoch, f"{loop.like}/epoch{epoch}/rows/rows.json")
+        yield control_step(loop, epoch, f"{loop.like}/epoch{epoch}/rows/rows.json")
 
 
-def rewards(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
-    """Turn games into rows."""
+def rewards_step(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
+    """The step in which games become rows."""
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
     defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}  # which the thoughts answer
@@ -186,8 +195,8 @@ def tokenizer_of_rows(loop: Loop) -> str | None:
     return loop.model if loop.of("rewards").chat_template else None
 
 
-def control(loop: Loop, epoch: int, source: str) -> Step:
-    """Make the rows of a control from a file of rows."""
+def control_step(loop: Loop, epoch: int, source: str) -> Step:
+    """The step in which the rows of a control are made from a file of rows."""
     flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json"}
     argv = [loop.control, *command_line(flags | flags_of_control(loop, epoch))]
     return Step(f"epoch{epoch}_{loop.control}", (epoch, PHASES.index("rewards")), "tools/controls.py", argv)
@@ -204,14 +213,14 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
         "sft_coeff": table.lm_sft_coeff,
         "rows_at_once": loop.global_batch if is_by_step else table.per_device_train_batch_size,
     }
-    names = [each.name for each in dataclasses.fields(loop.control_class)]
+    names = [field.name for field in dataclasses.fields(loop.control_class)]
     return {name: known[name] for name in names if name in known}
 
 
-def match(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:
-    """Let the newest model play against imitation."""
+def match_step(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:
+    """The step in which the newest model plays against imitation."""
     flags = {
-        "players": named({"imitation": imitation, player: model}),
+        "players": name_equals_path({"imitation": imitation, player: model}),
         "against": "imitation",
         "output_dir": f"{loop.output}/{player}/eval",
         "dtype": DTYPES[loop.precision],
@@ -219,12 +228,12 @@ def match(loop: Loop, position: Position, imitation: str, player: str, model: st
     return stage_step(loop, "match", f"{player}_eval", position, flags, processes=processes_of_play(loop, "match"))
 
 
-def belief(loop: Loop, position: Position, models: dict[str, str]) -> Step:
-    """Ask what the hints of some games tell these models."""
+def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
+    """The step that measures what the hints of some games tell these models."""
     player = list(models)[-1]
     play_flags = loop.of("play")
     flags = {
-        "models": named(models),
+        "models": name_equals_path(models),
         "output_dir": f"{loop.output}/{player}/belief",
         "max_length": play_flags.max_length - play_flags.max_new_tokens,  # of a prompt
         "dtype": DTYPES[loop.precision],
@@ -232,7 +241,8 @@ def belief(loop: Loop, position: Position, models: dict[str, str]) -> Step:
     return stage_step(loop, "belief", f"{player}_belief", position, flags)
 
 
-def named(models: dict[str, str]) -> list[str]:
+def name_equals_path(models: dict[str, str]) -> list[str]:
+    """Models by name as arguments NAME=PATH."""
     return [f"{name}={model}" for name, model in models.items()]
 
 
@@ -240,11 +250,11 @@ def named(models: dict[str, str]) -> list[str]:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if {"-h", "--help"}.intersection(arguments):
+    argv = sys.argv[1:]
+    if {"-h", "--help"}.intersection(argv):
         print(help_text())
         return
-    loop, kept = read_loop(arguments)
+    loop, kept = read_loop(argv)
     words = check_inputs(loop)
     loop = dataclasses.replace(loop, **ask(question(loop)))
     plan = list(steps(loop))
@@ -278,7 +288,7 @@ def check_commands(plan: Iterable[Step]) -> None:
     """Let each stage's own parser read its command, hours before the stage may begin."""
     for step in plan:
         if step.stage:
-            parse_command(step.stage, step.argv)
+            check_command(step.stage, step.argv)
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, get_origin
 from tools.flags import FlagGroup, build_parser, flag
 from tools.games.game import load_member
 from tools.lab import table
-from tools.loop.keys import PROGRAMS, Loop, nearest, saying
+from tools.loop.keys import PROGRAMS, Loop, nearest, prefix_errors
 from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
 from utils import ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
@@ -65,20 +65,20 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
     """Read a file of arms. UserError for what is wrong in it, also in the last arm, which may be days away."""
     with user_errors(f"{path}: not TOML", tomllib.TOMLDecodeError):
         tree = tomllib.loads(read_text(path), parse_float=str)
-    kinds = {each.name: get_origin(each.type) or each.type for each in fields(Study)}
+    kinds = {part.name: get_origin(part.type) or part.type for part in fields(Study)}
     for key, value in tree.items():
         if key not in kinds:
             raise UserError(f"{path}: {key} is no key of a study{nearest(key, kinds)}")
         if not isinstance(value, kinds[key]):
             raise UserError(f"{path}: {key} is {value!r}; expected a {kinds[key].__name__}")
     study = Study(**{"arms": {}} | tree)
-    if not study.arms or not all(isinstance(settings, dict) for settings in study.arms.values()):
+    if not study.arms or not all(isinstance(arm_settings, dict) for arm_settings in study.arms.values()):
         raise UserError(f"{path}: a study needs arms, which are tables such as [arms.released]")
     for comparison in study.primary + study.minus:
         if len(comparison) != 3 or not {*comparison[1:]} <= {*study.arms, table.BASE, table.IMITATION}:
             raise UserError(f"{path}: {comparison}: expected [MEASURE, ARM, OTHER]; base and imitation are arms too")
     for arm in study.arms:
-        with saying(f"{path}: [arms.{arm}]: "):
+        with prefix_errors(f"{path}: [arms.{arm}]: "):
             settings_of(study, arm, settings)
     for function in filter(None, (study.prepare, study.after)):
         load_member(function)
@@ -98,9 +98,10 @@ def settings_of(study: Study, arm: str, settings: Sequence[str], seed: int = 0, 
 
 def like_of(study: Study, arm: str) -> str | None:
     """The arm that an arm begins like: the first one, unless it says another one. None for the first one."""
-    first, *_ = before = list(study.arms)
-    like = study.arms[arm].get("like", None if arm == first else first)
-    if like and like not in before[: before.index(arm)]:
+    arms = list(study.arms)
+    default = None if arm == arms[0] else arms[0]
+    like = study.arms[arm].get("like", default)
+    if like and like not in arms[: arms.index(arm)]:
         raise UserError(f"like is {like!r}; expected an arm above it")
     return like
 
@@ -122,12 +123,12 @@ def arguments_of(settings: Mapping[str, Any], names: Mapping[str, str], before: 
         if isinstance(value, dict):
             yield from arguments_of(value, names, f"{before}{key}.")
         elif isinstance(value, list):
-            yield f"{before}{key}={shlex.join(replaced(each, names) for each in value)}"
+            yield f"{before}{key}={shlex.join(fill_names(item, names) for item in value)}"
         else:
-            yield f"{before}{key}={replaced(value, names)}"
+            yield f"{before}{key}={fill_names(value, names)}"
 
 
-def replaced(value: Any, names: Mapping[str, str]) -> str:
+def fill_names(value: Any, names: Mapping[str, str]) -> str:
     text = str(value)
     for name, its_value in names.items():
         text = text.replace(name, its_value)
@@ -185,8 +186,8 @@ def hand_on(number: int, frame) -> NoReturn:
     sys.exit(TERMINATED)
 
 
-def has_ended(study: Study, settings: Sequence[str], output: Path, seed: int) -> bool:
-    """Run a seed to its end. If it fails, this is said, and the other seeds go on."""
+def run_and_report(study: Study, settings: Sequence[str], output: Path, seed: int) -> bool:
+    """Run a seed to its end, and return whether it succeeded. If it fails, this is said, and the other seeds go on."""
     try:
         run_seed(study, settings, output / f"seed{seed}", seed)
     except (UserError, OSError) as error:
@@ -209,7 +210,7 @@ def main() -> None:
     os.environ.update(environment() | ONE_THREAD)
     pool = ThreadPoolExecutor(flags.jobs)
     try:
-        ended = list(pool.map(partial(has_ended, study, flags.settings, output), flags.seeds))
+        ended = list(pool.map(partial(run_and_report, study, flags.settings, output), flags.seeds))
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further seed begins
     if not all(ended):

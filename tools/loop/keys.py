@@ -184,7 +184,7 @@ def flags_of(stage: str) -> dict[str, bool]:
 
 def parse_table(stage: str, table: Mapping[str, Value]) -> Namespace:
     """Read a table by its stage's parser. UserError that names the table."""
-    with saying(f"[{stage}] "):
+    with prefix_errors(f"[{stage}] "):
         read = parser_of(stage).parse_args(with_equals(table))
         if flags := PROGRAMS[stage].flags:
             check_values(read, flags)
@@ -192,7 +192,7 @@ def parse_table(stage: str, table: Mapping[str, Value]) -> Namespace:
 
 
 @contextmanager
-def saying(where: str) -> Iterator[None]:
+def prefix_errors(where: str) -> Iterator[None]:
     """Begin the message of a UserError in this block with where it arose: a parser only knows its flag."""
     try:
         yield
@@ -201,17 +201,20 @@ def saying(where: str) -> Iterator[None]:
         raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
 
 
-def parse_command(stage: str, arguments_of_stage: list[str]):
-    """Read the command of a stage as its program does, with the checks of its flags that need no device."""
-    program = PROGRAMS[stage]
-    with saying(f"[{stage}] "):
-        read = parser_of(stage).parse_args(arguments_of_stage)
-        if program.flags:
-            return program.flags(**vars(read))
-        import arguments  # brings transformers
+def check_command(stage: str, argv: list[str]) -> None:
+    """Read the command of a stage as its program does, with the checks of its flags that need no device.
 
-        arguments.check_flags(read)
-        return read
+    UserError for a command that the program would refuse.
+    """
+    program = PROGRAMS[stage]
+    with prefix_errors(f"[{stage}] "):
+        read = parser_of(stage).parse_args(argv)
+        if program.flags:
+            program.flags(**vars(read))  # the dataclass checks its values
+        else:
+            import arguments  # brings transformers
+
+            arguments.check_flags(read)
 
 
 def plays_games(control: str | None) -> bool:
@@ -273,21 +276,31 @@ def expand(name: str, value: Any, *, split: bool) -> Settings:
         raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
     if re.search(r"[_-]token$", key):
         raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... in its place")
-    stages = [stage] if dot else PROGRAMS
+    settings: Settings = {}
+    for taker in stages_taking(name):
+        several = flags_of(taker)[key]
+        made = to_value(name, value, split=split and several)
+        settings[f"{taker}.{key}"] = [made] if several and isinstance(made, str) else made
+    return settings
+
+
+def stages_taking(name: str) -> list[str]:
+    """The stages whose program has this flag, unless the loop sets it. UserError if there are none."""
+    table, dot, key = name.rpartition(".")
+    stages = [table] if dot else list(PROGRAMS)
     having = [stage for stage in stages if key in flags_of(stage)]
     if not having:
-        known = flags_of(stage) if dot else {*OWN}.union(*map(flags_of, PROGRAMS))
-        what = f"no flag of {PROGRAMS[stage].path}" if dot else "neither a setting of the loop nor a flag of a stage"
+        if dot:
+            what = f"no flag of {PROGRAMS[table].path}"
+            known = set(flags_of(table))
+        else:
+            what = "neither a setting of the loop nor a flag of a stage"
+            known = set(OWN).union(*map(flags_of, PROGRAMS))
         raise UserError(f"{name}: {what}{nearest(key, known)}")
     taking = [stage for stage in having if key not in PROGRAMS[stage].set_by_loop]
     if not taking:
         raise UserError(f"{name}: the loop sets this flag")
-    settings: Settings = {}
-    for stage in taking:
-        several = flags_of(stage)[key]
-        made = to_value(name, value, split=split and several)
-        settings[f"{stage}.{key}"] = [made] if several and isinstance(made, str) else made
-    return settings
+    return taking
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -308,6 +321,8 @@ def to_text(name: str, value: Any) -> str:
     """A value as a text, in which ~ and $ROOT are replaced."""
     text = str(value).strip("\r")
     text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), text)
+    # $NAME, ${NAME}, $(a command), or a $ that stands alone
     if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
         raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
+    # ~ as a whole path or as its first part, where the text begins or behind a =, as in NAME=~/model
     return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)

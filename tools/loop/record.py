@@ -76,8 +76,12 @@ def compared_flags(stage: str) -> set[str]:
 
 def differs(name: str, then: Settings, now: Settings) -> bool:
     """Whether a setting has another value. One that is not given has its program's default."""
-    values = [default_of(name) if of.get(name) is None else of[name] for of in (then, now)]
-    return comparable(values[0]) != comparable(values[1])
+
+    def value_in(settings: Settings) -> Any:
+        value = settings.get(name)
+        return comparable(default_of(name) if value is None else value)
+
+    return value_in(then) != value_in(now)
 
 
 def default_of(name: str) -> Any:
@@ -88,7 +92,7 @@ def default_of(name: str) -> Any:
 def comparable(value: Any) -> Any:
     """A value to compare: 1e-4 equals 0.0001, true equals True, False and [] equal None, a path its absolute form."""
     if isinstance(value, list):
-        return [comparable(each) for each in value] or None
+        return [comparable(item) for item in value] or None
     text = str(value).lower()
     if text in ("none", "false"):
         return None
@@ -102,14 +106,18 @@ def comparable(value: Any) -> Any:
 
 def begun_stages(folder: Path) -> list[str]:
     """The stages that have left results in the output of a loop."""
-    return [stage for stage, patterns in RESULTS.items() if any(any(folder.glob(each)) for each in patterns)]
+    begun = []
+    for stage, patterns in RESULTS.items():
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            begun.append(stage)
+    return begun
 
 
 def check_record(loop: Loop, words: list[str]) -> None:
     """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
     folder = Path(loop.output)
     path = folder / "settings.json"
-    list_of_words = folder / "words.txt"
+    words_path = folder / "words.txt"
     begun = begun_stages(folder)
     if not path.is_file() or not begun:
         return
@@ -124,9 +132,9 @@ def check_record(loop: Loop, words: list[str]) -> None:
         phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
         way = f"take another output, or delete {path} if no finished stage used them"
         raise UserError(f"{path}: made with other settings ({phrases}); {way}")
-    if "play" in begun and list_of_words.is_file() and utils.read_words(list_of_words) != words:
+    if "play" in begun and words_path.is_file() and utils.read_words(words_path) != words:
         way = f"put the list back, or delete the folders episodes in {folder}"
-        raise UserError(f"words={loop.words}: {list_of_words} has other words, with which games were played; {way}")
+        raise UserError(f"words={loop.words}: {words_path} has other words, with which games were played; {way}")
 
 
 def is_micro_batch_of_loss(loop: Loop, name: str) -> bool:
@@ -146,12 +154,12 @@ def with_output(settings: Settings, outputs: Iterable[str], other: str) -> Setti
     """Settings in which paths inside one of these folders are paths inside another one: `output` may be moved."""
     inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, outputs))})/")
 
-    def replaced(value):
+    def replace_output(value):
         if isinstance(value, list):
-            return [replaced(each) for each in value]
+            return [replace_output(item) for item in value]
         return inside.sub(lambda _: f"{other}/", value) if isinstance(value, str) else value
 
-    return {name: replaced(value) for name, value in settings.items()}
+    return {name: replace_output(value) for name, value in settings.items()}
 
 
 def write_record(loop: Loop, words: list[str]) -> None:

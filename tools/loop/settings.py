@@ -18,7 +18,7 @@ from tools.loop.keys import (
     Value,
     expand,
     plays_games,
-    saying,
+    prefix_errors,
     with_equals,
 )
 from tools.loop.record import THIS_MACHINE, begun_stages, differs, is_free, read_record, with_output
@@ -43,7 +43,7 @@ def read_loop(arguments: Iterable[str]) -> tuple[Loop, str | None]:
     own = {name: str(value) for name, value in settings.items() if name in OWN and value is not None}
     if missing := [name for name in NEEDED if name not in own]:
         raise UserError(f"{missing[0]}=... is missing (--help shows the settings)")
-    with saying(""):
+    with prefix_errors(""):
         read = parse_flags(OwnSettings, with_equals(own), description="")
     stages: dict[str, dict[str, Value]] = {stage: {} for stage in PROGRAMS}
     for name, value in settings.items():
@@ -70,7 +70,7 @@ def read_file(path: str | Path) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML: {error}") from None
     settings: Settings = {}
-    with saying(f"{path}: "):
+    with prefix_errors(f"{path}: "):
         for name, value in tree.items():
             if name not in PROGRAMS:
                 settings |= expand(name, value, split=False)

@@ -24,9 +24,10 @@ import psutil
 from utils import INTERRUPTED, LAUNCHER_VARIABLES, ROOT, UserError, printable
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
-TERMINATED = 143  # exit status after the others than Ctrl-C
+TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM
 GRACE = 7  # seconds that the processes of a stage have to end by themselves
 ERROR = re.compile(r"^\w+\.py: error: ")  # of our programs; torchrun writes forty lines more
+# A bar of tqdm, as in "play:  40%|████      | 4/10 [00:02<00:03]", and the codes behind it that move the cursor up.
 BAR = re.compile(r"^.*\d%\|[^]]*\](\x1b\[A)*")
 TORCHRUN = "torch/distributed/elastic"  # in what torchrun itself logs
 TAIL = 20  # lines of a failed stage that are shown if none of them is an error of ours
@@ -67,7 +68,7 @@ class Stages:
         with open(log, "ab") as file:
             file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())
             file.flush()
-            size = file.tell()
+            start = file.tell()  # of what the program writes
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -82,19 +83,11 @@ class Stages:
         finally:  # also if the terminal is gone, where a bar cannot be shown
             if child.poll() is None:
                 end_group(child)
-        lines = new_lines(log, size)
+        lines = new_lines(log, start)
         if status:
             print("\n".join(why_it_failed(lines)), file=sys.stderr, flush=True)
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
-            how += " (often too little memory)" if status == -signal.SIGKILL else ""
-            raise StageFailed(f"{name} {how}; its log: {log}")
-        warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
-        for warning in sorted(warnings):
-            print(f"WARNING: {warning}")
-        minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-        say(f"{name} took {minutes} min {seconds} s")
-        for last in lines[-1:]:
-            print(last, flush=True)
+            raise StageFailed(f"{name} {how_it_failed(status)}; its log: {log}")
+        report_end(name, lines, time.monotonic() - begin)
 
     def _wait(self, child: subprocess.Popen, log: Path, name: str) -> int:
         """The exit status of a program, whose bar is on the terminal meanwhile. A signal ends it and the loop."""
@@ -156,11 +149,31 @@ def is_alive(process: psutil.Process) -> bool:
 # Logs.
 
 
-def new_lines(log: Path, size: int) -> list[str]:
-    """The lines of a log behind its first `size` bytes, without bars and blank lines."""
-    text = log.read_bytes()[size:].decode(errors="replace").replace("\r", "\n")
+def new_lines(log: Path, start: int) -> list[str]:
+    """The lines of a log behind its first `start` bytes, without bars and blank lines."""
+    text = log.read_bytes()[start:].decode(errors="replace").replace("\r", "\n")
     lines = [printable(BAR.sub("", line)) for line in text.splitlines()]
     return [line for line in lines if line.strip() and "%|" not in line]
+
+
+def report_end(name: str, lines: Sequence[str], took: float) -> None:
+    """Show a program's warnings, how many seconds it took, and its last line."""
+    warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
+    for warning in sorted(warnings):
+        print(f"WARNING: {warning}")
+    minutes, seconds = divmod(int(took), 60)
+    say(f"{name} took {minutes} min {seconds} s")
+    if lines:
+        print(lines[-1], flush=True)
+
+
+def how_it_failed(status: int) -> str:
+    """What an exit status says. Below 0 it is the number of a signal; the kernel kills where memory is short."""
+    if status == -signal.SIGKILL:
+        return "was ended by SIGKILL (often too little memory)"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return "failed"
 
 
 def why_it_failed(lines: list[str]) -> list[str]:
