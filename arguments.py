@@ -227,7 +227,10 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that make no step, for seeds out of range, and for packages that are missing."""
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
-    if not (args.max_steps > 0 or args.max_steps < 0 < args.num_train_epochs):
+    has_steps = args.max_steps > 0
+    if args.max_steps < 0:  # then the epochs count
+        has_steps = args.num_train_epochs > 0
+    if not has_steps:
         raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
     with utils.user_errors(f"--seed {args.seed}", ValueError):
         np.random.RandomState(args.seed)
@@ -328,10 +331,12 @@ def _default_of(action: Action) -> str:
     if action.dest == REFERENCE_NAME:
         return f" (needed by {' and '.join(by_method)}, unless there is a --lora_rank)"
     if by_method:
-        return f" (default: {', '.join(f'{method} {default}' for method, default in by_method.items())})"
+        defaults = ", ".join(f"{method} {default}" for method, default in by_method.items())
+        return f" (default: {defaults})"
     if action.dest in LORA_ARGUMENTS:
         default = LORA_ARGUMENTS[action.dest]
-        return f" (default: {' '.join(default) if isinstance(default, list) else default})"
+        text = " ".join(default) if isinstance(default, list) else default
+        return f" (default: {text})"
     return ""
 
 

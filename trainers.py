@@ -50,8 +50,8 @@ REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probab
 logger = logging.getLogger(__name__)
 
 
-# Kinds of metrics. Each is two numbers of a micro-batch; `over` makes what is logged of those of all micro-batches and
-# ranks, (micro-batches, 2), or None if they had no rows.
+# Kinds of metrics. Each holds two numbers of a micro-batch. `over` takes these numbers of all micro-batches on all
+# ranks, (micro-batches, 2). It returns the number that is logged, or None if there were no rows.
 
 
 class Mean(NamedTuple):
@@ -252,6 +252,8 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
+    """Row and token counts by which losses are divided: of a micro-batch, or a step's mean over its micro-batches."""
+
     game_rows: Tensor | float
     sft_rows: Tensor | float
     tokens: Tensor | float
@@ -358,7 +360,8 @@ def last_checkpoint(args: "SPAGArguments") -> str | None:
         )
     state = "optimizer*"
     if args.deepspeed:
-        state = f"global_step*/{'zero_pp' if is_deepspeed_zero3_enabled() else 'mp'}_rank_*_model_states.pt"
+        kind = "zero_pp" if is_deepspeed_zero3_enabled() else "mp"
+        state = f"global_step*/{kind}_rank_*_model_states.pt"
     complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
     with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
     if complete and not with_state:

@@ -19,7 +19,7 @@ from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIE
 from tools.measure import report_page
 from tools.measure.match_text import shown_rows
 from tools.measure.matches import result_rows
-from tools.measure.report_contents import marked, read_folder, shown_game
+from tools.measure.report_contents import read_folder, shown_game, split_at_marks
 from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
@@ -200,9 +200,9 @@ def test_games_of_others_with_an_outcome_of_their_own_or_without_a_length_are_ju
 
 
 def test_the_target_word_and_guesses_are_marked():
-    assert marked(TABOO, "art", "") == []
-    assert marked(TABOO, "city", "Many cities.") == [["", "Many "], ["secret", "cities"], ["", "."]]
-    pieces = marked(TABOO, "dog", "I know the word! It is a dog")
+    assert split_at_marks(TABOO, "art", "") == []
+    assert split_at_marks(TABOO, "city", "Many cities.") == [["", "Many "], ["secret", "cities"], ["", "."]]
+    pieces = split_at_marks(TABOO, "dog", "I know the word! It is a dog")
     assert pieces == [["guess", "I know the word! It is a "], ["guess secret", "dog"]]
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         line = field.metadata["help"]
         if default not in (dataclasses.MISSING, None, []):
-            line += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+            text = " ".join(map(str, default)) if isinstance(default, list) else default
+            line += f" (default: {text})"
         names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
         settings: dict[str, Any] = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
@@ -107,7 +109,8 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 def _group(kind: type, name: str) -> str:
     """The title of the flags of the class that defines this field; those of the program itself have none."""
-    (owner, *_) = (part for part in kind.__mro__ if name in vars(part).get("__annotations__", {}))
+    # Python 3.14 has no __annotations__ among the attributes of a class.
+    owner = next(part for part in kind.__mro__ if name in inspect.get_annotations(part))
     return vars(owner).get("group", "this program")
 
 

@@ -101,6 +101,8 @@ class Codec:
 
 
 class LocalModel:
+    """A model on its device, with the codec between texts and tokens, as an engine computes with it."""
+
     def __init__(self, model, tokenizer, sampling: Sampling):
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model

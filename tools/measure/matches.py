@@ -5,7 +5,7 @@ Games of the same target word are not independent, so standard errors count word
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tools.games.game import Game
@@ -29,10 +29,13 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
     """The players of each match, in the first and the second role. Each pair plays two matches in a row."""
     if len(players) == 1:
         return [(players[0], players[0])]
-    meetings = itertools.combinations(players, 2)
+    meetings = list(itertools.combinations(players, 2))
     if against is not None:
-        meetings = ((player, against) for player in players if player != against)
-    return [pair for one, other in meetings for pair in ((one, other), (other, one))]
+        meetings = [(player, against) for player in players if player != against]
+    both_ways = []
+    for one, other in meetings:
+        both_ways += [(one, other), (other, one)]
+    return both_ways
 
 
 def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
@@ -43,8 +46,8 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
     """
     rows: dict[tuple, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums by target word
     for episode in episodes:
-        sides = itertools.permutations(episode[role] for role in game.roles)  # the player first, then its opponent
-        for role, players in zip(game.roles, sides, strict=True):
+        for role in game.roles:
+            players = (episode[role], episode[game.other(role)])  # the player first, then its opponent
             sums = sums_of_side(episode, game, role)
             for words in (episode["words"], ALL):
                 for pooled_role in (role, BOTH):
@@ -59,7 +62,7 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
         (player, opponent), words, role, seed = key
         if key in rows and not (player == opponent and role == BOTH):
             head = {"player": player, "opponent": opponent, "words": words, "role": role, "seed": seed}
-            yield head | summarise(rows[key].values())
+            yield head | summarise(rows[key])
 
 
 def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
@@ -76,11 +79,12 @@ def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
     return sums
 
 
-def summarise(words: Collection[Counter[str]]) -> dict:
+def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
     """The numbers of a row, from the player's sums of each target word."""
-    total = sum(words, Counter())
-    games = [sums["games"] for sums in words]
-    means = {name: estimate(games, [sums[name] for sums in words]) for name in ("points", *RATES)}
+    all_sums = sums_by_word.values()
+    total = sum(all_sums, Counter())
+    games = [sums["games"] for sums in all_sums]
+    means = {name: estimate(games, [sums[name] for sums in all_sums]) for name in ("points", *RATES)}
     return {
         "games": total["games"],
         "wins": total["win"],

@@ -78,19 +78,22 @@ def shown_game(game: Game, number: int, episode: Mapping) -> dict:
         if number_of_message > length:
             kinds.append("late")
             notes.append("after the end of the game, not counted")
-        parts = marked(game, word, message["content"])
+        parts = split_at_marks(game, word, message["content"])
         messages.append({"kinds": " ".join(kinds), "notes": " · ".join(notes), "parts": parts})
     return {"number": number, "word": word, "outcome": outcome, "length": length, "messages": messages}
 
 
-def marked(game: Game, task: str, text: str) -> list[list[str]]:
+def split_at_marks(game: Game, task: str, text: str) -> list[list[str]]:
     """Split a text into [kinds, piece] by the game's marks; kinds are "", "guess", "secret" or "guess secret"."""
     marks = game.marks(task, text)
-    edges = sorted({0, len(text), *(edge for _, *span in marks for edge in span)})
-    return [
-        [" ".join(sorted({kind for kind, first, last in marks if first <= start < last})), text[start:end]]
-        for start, end in itertools.pairwise(edges)
-    ]
+    edges = {0, len(text)}
+    for _, first, last in marks:
+        edges |= {first, last}
+    pieces = []
+    for start, end in itertools.pairwise(sorted(edges)):
+        kinds = {kind for kind, first, last in marks if first <= start < last}
+        pieces.append([" ".join(sorted(kinds)), text[start:end]])
+    return pieces
 
 
 def read_folder(folder: Path, game: Game) -> Report:
