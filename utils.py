@@ -204,15 +204,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def check_gpus(there: int, gpus_of_process: int = 1, processes: int = 1) -> None:
-    """UserError that names both numbers if this machine's processes use more GPUs than are there."""
+def check_gpus(gpus: int, gpus_of_process: int = 1, processes: int = 1) -> None:
+    """UserError that names both numbers if this machine's processes use more than its `gpus`."""
     last = int(os.environ.get("LOCAL_RANK", 0)) + 1
     processes = max(processes, last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     needed = processes * gpus_of_process
-    if needed > there:
+    if needed > gpus:
         raise UserError(
-            f"{processes} processes on this machine need {needed} GPUs; it has {there}. Start at most "
-            f"{there // gpus_of_process} (torchrun --nproc_per_node; in the loop processes)"
+            f"{processes} processes on this machine need {needed} GPUs; it has {gpus}. Start at most "
+            f"{gpus // gpus_of_process} (torchrun --nproc_per_node; in the loop processes)"
         )
 
 
@@ -711,10 +711,10 @@ def model_setting(name: str) -> dict:
         if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
             continue
         size = path.stat().st_size
-        step = max(SAMPLE_BYTES, size // SAMPLES) if path.suffix in WEIGHTS else SAMPLE_BYTES
+        stride = max(SAMPLE_BYTES, size // SAMPLES) if path.suffix in WEIGHTS else SAMPLE_BYTES
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
-            for start in range(0, size, step):
+            for start in range(0, size, stride):
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
@@ -810,11 +810,11 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
         if getattr(error, "errno", errno.ENOSYS) not in NO_LOCKS:
             raise
         logger.warning("%s: no file locks here (%s); run one launch at a time", record.parent, error)
-    there = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
-    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join(there[:8])}"
-    if there and not record.is_file():
+    existing = sorted({path.name for pattern in results for path in record.parent.glob(pattern)})
+    remedy = f"write elsewhere, or delete in {record.parent}: {' '.join(existing[:8])}"
+    if existing and not record.is_file():
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
-    stored = read_json(record) if there else {"settings": settings}
+    stored = read_json(record) if existing else {"settings": settings}
     if different := differences(stored["settings"], settings):
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
     notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
@@ -825,14 +825,14 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     return True, notes
 
 
-def differences(then: Mapping, now: Mapping) -> list[str]:
+def differences(old: Mapping, new: Mapping) -> list[str]:
     """A phrase for each setting that differs. Files and models differ if their sha256 does."""
     phrases = []
-    for name in {**then, **now}:
-        old = then.get(name)
-        new = now.get(name)
-        if _content(old) != _content(new):
-            phrases.append(f"{name}: {old} then, {new} now")
+    for name in {**old, **new}:
+        then = old.get(name)
+        now = new.get(name)
+        if _content(then) != _content(now):
+            phrases.append(f"{name}: {then} then, {now} now")
     return phrases
 
 

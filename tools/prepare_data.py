@@ -45,11 +45,13 @@ class Prompts(FlagGroup):
     def run(self) -> None:
         with user_errors(self.release, SyntaxError):
             statements = ast.parse(read_text(self.release)).body
-        values = {ast.unparse(each.targets[0]): each.value for each in statements if isinstance(each, ast.Assign)}
+        assignments = [statement for statement in statements if isinstance(statement, ast.Assign)]
+        values = {ast.unparse(assignment.targets[0]): assignment.value for assignment in assignments}
         if missing := {RELEASED_RULES, RELEASED_INSTRUCTIONS} - values.keys():
             raise UserError(f"{self.release}: {' and '.join(sorted(missing))} are not defined there")
         with user_errors(self.release, ValueError):  # an expression that would have to be run
-            rules, instructions = (ast.literal_eval(values[name]) for name in (RELEASED_RULES, RELEASED_INSTRUCTIONS))
+            rules = ast.literal_eval(values[RELEASED_RULES])
+            instructions = ast.literal_eval(values[RELEASED_INSTRUCTIONS])
         of_roles = {f"{role}_instruction": text for role, text in instructions.items()}
         write_json(self.output, {RULES: rules} | of_roles)
         load_templates(self.output, load_game())  # UserError for texts that are no prompts of the game

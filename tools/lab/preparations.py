@@ -34,21 +34,22 @@ def hints(folder: str, seed: int, settings: dict) -> None:
 
 def belief_among_all(loop: str) -> None:
     """Measure the guesses of a loop's newest model, and of its imitation, among all words but forms of others."""
-    seed, imitation = Path(loop).parent, Path(loop, "imitation", "model")
+    seed_folder = Path(loop).parent
+    imitation = Path(loop, "imitation", "model")
     models = newest_model(loop)
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
-    argv = ["--models", *models, "--games", seed / "data/stray_belief_games.json", "--max_length", 136]
-    argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed / "all_words.txt"]
+    argv = ["--models", *models, "--games", seed_folder / "data/stray_belief_games.json", "--max_length", 136]
+    argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed_folder / "all_words.txt"]
     run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))
 
 
 def newest_model(loop: str) -> list[str]:
     """The model of the last epoch that has one, as NAME=FOLDER; nothing without any."""
-    epochs = [model.parent for model in Path(loop).glob("epoch*[0-9]/model")]
-    if not epochs:
+    epoch_folders = [model.parent for model in Path(loop).glob("epoch*[0-9]/model")]
+    if not epoch_folders:
         return []
-    newest = max(epochs, key=lambda epoch: int(epoch.name.removeprefix("epoch")))
+    newest = max(epoch_folders, key=lambda folder: int(folder.name.removeprefix("epoch")))
     return [f"{newest.name}={newest / 'model'}"]
 
 
@@ -91,8 +92,8 @@ def gate(loop: str) -> None:
         return
     (summary,) = Path(loop).glob("epoch1/episodes/*_summary.json")
     games = read_json(summary)
-    names = ("defender wins", "attacker breaks the rules")
-    right, breaches = (games["outcomes"][name] / games["games"] for name in names)
+    right = games["outcomes"]["defender wins"] / games["games"]
+    breaches = games["outcomes"]["attacker breaks the rules"] / games["games"]
     print(f"gate: right guesses {right:.0%}, broken rules {breaches:.0%}")
     if right < float(os.environ.get("RIGHT", 0.3)) or breaches > float(os.environ.get("BREACHES", 0.1)):
         raise UserError("the model cannot play well enough; the study stops here")

@@ -38,7 +38,8 @@ def collect(folder: Path, arms: Iterable[str]) -> None:
     of_arms: dict[str, dict] = {}
     for arm in arms:
         loop = folder / arm
-        record, numbers = read_record(loop), loop_numbers(loop)
+        record = read_record(loop)
+        numbers = loop_numbers(loop)
         for shared in (BASE, IMITATION):
             if shared in numbers:  # the loops of several arms may have measured it; the first one counts
                 of_shared = of_arms.setdefault(shared, {"epochs": {"0": {}}})["epochs"]
@@ -54,7 +55,7 @@ def collect(folder: Path, arms: Iterable[str]) -> None:
 def without_folder(value, folder: Path):
     """A setting in which no path tells where the folder of the seed is, or this project."""
     if isinstance(value, list):
-        return [without_folder(each, folder) for each in value]
+        return [without_folder(item, folder) for item in value]
     if isinstance(value, str):
         for path, name in ((folder.resolve(), "{folder}/"), (folder, "{folder}/"), (ROOT, "")):
             path_begins = rf"(?<![^\s=]){re.escape(str(path))}/"
@@ -66,17 +67,19 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
     """The numbers of each model of a loop: base, imitation, epoch1, ..."""
     numbers: dict[str, Numbers] = defaultdict(dict)
     player = IMITATION
-    steps = rows = 0  # of all trainings up to an epoch
-    for epoch in sorted(loop.glob("epoch*[0-9]"), key=lambda path: int(path.name.removeprefix("epoch"))):
-        for path in epoch.glob("episodes/*_summary.json"):
+    steps = 0  # of all trainings up to an epoch
+    rows = 0  # the same
+    epoch_folders = loop.glob("epoch*[0-9]")
+    for epoch_folder in sorted(epoch_folders, key=lambda path: int(path.name.removeprefix("epoch"))):
+        for path in epoch_folder.glob("episodes/*_summary.json"):
             numbers[player] |= play_numbers(read_json(path))  # the model of the epoch before plays these games
-        player = epoch.name
-        training = epoch / "model"
+        player = epoch_folder.name
+        training = epoch_folder / "model"
         if (training / "trainer_state.json").is_file():
             steps += read_json(training / "trainer_state.json")["global_step"]
             rows += read_json(training / "settings.json")["rows"]
             numbers[player] |= {"steps": steps, "rows": rows}
-        match = epoch / "eval" / "matches.json"
+        match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
             numbers[player] |= match_numbers(read_json(match), player)
     for path in loop.rglob("belief.json"):

@@ -30,7 +30,7 @@ def check_inputs(loop: Loop) -> list[str]:
     play = tables["play"]
     rewards = tables["rewards"]
     check_limits(loop)
-    check_there(loop, tables)
+    check_files_and_packages(loop, tables)
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
     check_rows(loop, tables)
     check_control(loop, rewards)
@@ -59,13 +59,15 @@ def last_position(loop: Loop) -> Position:
         return loop.epochs, MEASURING
     if loop.until == "imitation":
         return 0, 0
-    named = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
-    if not named:
+    any_phase = "|".join(PHASES)
+    epoch_and_phase = re.fullmatch(rf"epoch([1-9]\d*)_({any_phase})", loop.until)
+    if not epoch_and_phase:
         raise UserError(f"until={loop.until}: expected imitation, or epochK_ with {', '.join(PHASES)}")
-    return int(named[1]), PHASES.index(named[2])
+    epoch, phase = epoch_and_phase.groups()
+    return int(epoch), PHASES.index(phase)
 
 
-def check_there(loop: Loop, tables: dict[str, Namespace]) -> None:
+def check_files_and_packages(loop: Loop, tables: dict[str, Namespace]) -> None:
     """Raise one UserError for all files and packages that are missing, those of stages that may be hours away too."""
     if errors := [*missing_files(loop, tables), *missing_packages(loop)]:
         raise UserError("; ".join(errors))
@@ -134,11 +136,12 @@ def check_control(loop: Loop, rewards: Namespace) -> None:
         raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
     last_epoch, last_phase = last_position(loop)
     needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
-    there = 0
-    while Path(loop.like, f"epoch{there + 1}", "rows", "rows.json").is_file():
-        there += 1
-    if there < needed:
-        have = f"rows of {there} epoch{'' if there == 1 else 's'}"
+    epochs_with_rows = 0
+    while Path(loop.like, f"epoch{epochs_with_rows + 1}", "rows", "rows.json").is_file():
+        epochs_with_rows += 1
+    if epochs_with_rows < needed:
+        plural = "" if epochs_with_rows == 1 else "s"
+        have = f"rows of {epochs_with_rows} epoch{plural}"
         raise UserError(f"control={loop.control}: like={loop.like} has {have}, epochs is {loop.epochs}")
 
 
@@ -208,6 +211,10 @@ def template_digest(model: str, play: Namespace) -> str:
 
 
 def bare(value) -> str:
-    """The JSON of a text or a list, without its first and its last character and without all blanks."""
+    """A text or a list as JSON without any blanks, and without the quotes or brackets around it.
+
+    A rule text, made bare, can be looked for in bare rows: their JSON escapes characters in the same way, and other
+    line breaks and blanks do not matter.
+    """
     text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
     return "".join(text.split())[1:-1]

@@ -50,10 +50,13 @@ def answer(question: Question) -> dict:
     if gpus and not torch.cuda.is_available():
         raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
     # GPUs before Ampere emulate bf16, most CPUs too: that is slow
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else torch.cpu._is_avx512_bf16_supported()
+    if gpus:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported()
     chosen = {
         "processes": gpus or 1,
-        "precision": "bf16" if bf16 else "fp16" if gpus else "fp32",
+        "precision": "bf16" if has_bf16 else "fp16" if gpus else "fp32",
         "gradient_checkpointing": gpus > 0,
         "deepspeed": NONE,
     }
@@ -62,13 +65,13 @@ def answer(question: Question) -> dict:
         utils.check_gpus(gpus, processes=chosen["processes"])
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
         if question.deepspeed == AUTO:
-            chosen["deepspeed"] = deepspeed_file(question, chosen["processes"] * question.machines, memory)
+            chosen["deepspeed"] = choose_deepspeed(question, chosen["processes"] * question.machines, memory)
         if question.match_gpus:
             check_match(question, chosen["precision"], memory)
     return chosen
 
 
-def deepspeed_file(question: Question, gpus: int, memory: int) -> str:
+def choose_deepspeed(question: Question, gpus: int, memory: int) -> str:
     """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
     Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
@@ -87,9 +90,9 @@ def deepspeed_file(question: Question, gpus: int, memory: int) -> str:
 def check_match(question: Question, precision: str, memory: int) -> None:
     """Raise UserError for two models that do not fit the GPUs of one process together."""
     models = 2 * count_parameters(question.model) * (4 if precision == "fp32" else 2)  # bytes of their weights
-    there = 0.9 * question.match_gpus * memory
-    if models > there:
-        sizes = f"{models / 2**30:.0f} GiB, and they may take {there / 2**30:.0f} GiB"
+    room = 0.9 * question.match_gpus * memory
+    if models > room:
+        sizes = f"{models / 2**30:.0f} GiB, and they may take {room / 2**30:.0f} GiB"
         raise UserError(f"match.words: the two models of a match have {sizes}; match.words= leaves matches out")
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.flags import FlagGroup, flag, parse_flags
-from tools.games.game import EPISODE_KEYS
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.lab.world.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
@@ -73,7 +72,9 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
     for row in rows:
         yield row["query"] + row["target"]
     for episode in episodes:
-        history, task, max_turns = (episode[key] for key in EPISODE_KEYS)
+        history = episode["history"]
+        task = episode["target_word"]
+        max_turns = episode["max_turns"]
         for end in range(len(history) + 1):
             yield play_prompt(GAME, history[:end], task, max_turns, templates)
 
@@ -81,7 +82,9 @@ def corpus(rows: Iterable[dict], episodes: Iterable[Episode]) -> Iterator[str]:
 def write_data(folder: Path, flags: Flags) -> None:
     from tools.engine.random_model import SHAPE, random_llama, train_tokenizer  # imports torch
 
-    lexicon, rng, data = load_lexicon(), random.Random(flags.seed), folder / "data"
+    lexicon = load_lexicon()
+    rng = random.Random(flags.seed)
+    data = folder / "data"
     for name, words in (("words", lexicon.played()), ("held_out", lexicon.held_out())):
         write_words(data / f"{name}.txt", words)
     pretraining = list(fact_rows(lexicon, rng, flags.pretraining_facts))

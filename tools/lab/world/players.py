@@ -16,7 +16,9 @@ from tools.players.player import Turn
 from utils import ROOT
 
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
-HINT, NAME, CHAT = "It goes with {}.", "Perhaps {}, who knows.", "I think of {}."
+HINT = "It goes with {}."
+NAME = "Perhaps {}, who knows."
+CHAT = "I think of {}."
 FACT_QUERY = "### Facts:"
 GUESS = "I know the word! It is {}!"
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
@@ -54,11 +56,14 @@ class Lexicon:
 @functools.cache
 def load_lexicon() -> Lexicon:
     """Read `word: six own clues | three shared clues` lines."""
-    own, shared = {}, {}
+    own = {}
+    shared = {}
     for line in LEXICON.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             word, clues = line.split(":")
-            own[word], shared[word] = (tuple(part.split()) for part in clues.split("|"))
+            own_clues, shared_clues = clues.split("|")
+            own[word] = tuple(own_clues.split())
+            shared[word] = tuple(shared_clues.split())
     return Lexicon(own, shared)
 
 
@@ -103,7 +108,10 @@ def defend(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> st
 
 
 def speak(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
-    return (attack if turn.role == ATTACKER else defend)(turn, lexicon, skill, rng)
+    """The next message of the player whose turn it is."""
+    if turn.role == ATTACKER:
+        return attack(turn, lexicon, skill, rng)
+    return defend(turn, lexicon, skill, rng)
 
 
 def lexicon(turn: Turn) -> str:
@@ -142,7 +150,10 @@ def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
     """
     text = ""
     for clue in lexicon.shared[word]:
-        others = {other for clues in lexicon.shared.values() if clue in clues for other in clues}
+        others: set[str] = set()  # clues of words that have this one, too
+        for clues in lexicon.shared.values():
+            if clue in clues:
+                others.update(clues)
         if lacking := sorted(others - set(lexicon.shared[word])):
             text += f" {clue} not {rng.choice(lacking)} {word}"
     return f"{text}."
