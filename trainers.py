@@ -405,8 +405,7 @@ def delete_checkpoint(folder: Path) -> None:
 def games_of(paths: list[str]) -> list[str]:
     """The games of which files of rows were made, and how many, as far as assign_rewards' records beside them tell."""
     games = []
-    for file in map(Path, paths):
-        record = file.with_name(f"{file.stem}_rewards_settings.json")
+    for record in map(utils.rows_record, paths):
         match utils.read_json(record) if record.is_file() else None:
             case {"games": {"episodes": int(number)}, "settings": {"game": {"name": str(game)}}}:
                 games.append(f"{number:,} of {game}")

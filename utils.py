@@ -737,6 +737,12 @@ def files_setting(*paths: StrPath) -> dict[str, str]:
     return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
 
 
+def rows_record(path: StrPath) -> Path:
+    """The record beside X.json, a file of rows: X_rewards_settings.json."""
+    file = Path(path)
+    return file.with_name(f"{file.stem}_rewards_settings.json")
+
+
 def rows_setting(*names: StrPath) -> dict:
     """Files of rows, and data sets of the hub, as a setting of a stage: compared by content, or by commit."""
     on_hub = [name for name in names if not Path(name).exists()]

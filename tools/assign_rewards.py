@@ -26,6 +26,7 @@ from utils import (
     files_setting,
     read_json,
     read_json_or_jsonl,
+    rows_record,
     rows_setting,
     run_program,
     special_texts,
@@ -157,7 +158,7 @@ def main() -> None:
     settings = flags.settings(game, chat)
     warn_of_other_prompts(flags, settings)
     output = flags.output_data_path
-    record = rows.rows_record(output)
+    record = rows_record(output)
     with stage(record, settings, results=[glob.escape(Path(output).name)], ranks=False) as work:
         if work.todo:
             made, notes = make_rows(flags, game, templates, chat)

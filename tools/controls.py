@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from tools.flags import FlagGroup, flag, parse_command
-from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows, rows_record
-from utils import UserError, read_json_or_jsonl, rows_setting, run_program, stage, write_records
+from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows
+from utils import UserError, read_json_or_jsonl, rows_record, rows_setting, run_program, stage, write_records
 
 
 def is_sft(row: dict) -> bool:
@@ -109,7 +109,7 @@ class Cloning(Control):
 
     makes_game_rows = False
 
-    sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5)
+    sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5, above=0)
     rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
 
     def make(self, rows: list[dict]) -> list[dict]:

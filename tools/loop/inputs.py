@@ -170,7 +170,7 @@ def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
         return
     foreign = []  # of other people, or of tools/controls.py
     for path in loop.of("imitation").train_data_path or ():
-        record = Path(path).with_name(f"{Path(path).stem}_rewards_settings.json")
+        record = utils.rows_record(path)
         made = read_json(record)["settings"] if record.is_file() else {}
         if "prompt_templates" not in made:
             foreign.append(path)

@@ -280,7 +280,11 @@ def expand(name: str, value: Any, *, split: bool) -> Settings:
     for taker in stages_taking(name):
         several = flags_of(taker)[key]
         made = to_value(name, value, split=split and several)
-        settings[f"{taker}.{key}"] = [made] if several and isinstance(made, str) else made
+        if several and isinstance(made, str):
+            made = [made]
+        if several and made == []:  # no values: the default of the program counts
+            made = None
+        settings[f"{taker}.{key}"] = made
     return settings
 
 
@@ -310,7 +314,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def to_value(name: str, value: Any, *, split: bool) -> Value | None:
     if isinstance(value, list):
-        return [to_text(name, one) for one in value] or None
+        return [to_text(name, one) for one in value]
     if split:
         with utils.user_errors(name, ValueError):
             return [to_text(name, one) for one in shlex.split(value)] or None

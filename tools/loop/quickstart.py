@@ -77,10 +77,11 @@ def run_loop(arguments: list[str]) -> int:
 
 def last_lines(output: Path) -> list[str]:
     """The points of each epoch, where the report is, and the command that plays against the newest model."""
-    matches = sorted(output.glob("epoch*/eval/matches.txt"))
+    matches = sorted(output.glob("epoch*/eval/matches.txt"), key=lambda path: epoch_of(path.parents[1]))
     points = [path.read_text(encoding="utf-8").splitlines()[-1] for path in matches]
     report = output / "report.html"
-    models = sorted(output.glob("epoch*/model")) or [output / "imitation" / "model"]
+    models = [output / "imitation" / "model"]
+    models += sorted(output.glob("epoch*/model"), key=lambda path: epoch_of(path.parent))
     play = {  # the model hints at a word, the person has one guess
         "attacker_model_name_or_path": models[-1],
         "defender_model_name_or_path": "human",
@@ -97,6 +98,11 @@ def last_lines(output: Path) -> list[str]:
     flags = shlex.join(word for name, value in play.items() for word in (f"--{name}", str(value)))
     shown = [f"report, to open in a browser: {report}"] if report.is_file() else []
     return [*points, *shown, f"play against the newest model: .venv/bin/python -m tools.play_llm_game {flags}"]
+
+
+def epoch_of(folder: Path) -> int:
+    """The number in the name of an epoch's folder: as texts, epoch10 would come before epoch2."""
+    return int(folder.name.removeprefix("epoch"))
 
 
 if __name__ == "__main__":

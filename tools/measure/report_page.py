@@ -176,7 +176,7 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
         for outcome, number in play["outcomes"].items():
             ends.append(of_play | {"end": outcome, "share": number / play["games"]})
         for fault, key in (("empty", "empty_replies"), ("cut off at the token limit", "cut_off_replies")):
-            faults.append(of_play | {"fault": fault, "share": play[key] / play["messages"]})
+            faults.append(of_play | {"fault": fault, "share": play[key] / max(1, play["messages"])})
     return [
         chart("How games ended: share of games", ends, axis, "share", "end", yaxis=SHARES),
         chart("Messages up to the deciding one", lengths, axis, "messages", "games"),

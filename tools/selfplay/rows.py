@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from tools.flags import FlagGroup, flag
@@ -93,10 +92,12 @@ def prompt_fn(
 
     In a chat template, RANDOM ones differ from those of play by their rule text alone.
     """
+    if kind not in (RANDOM, PLAY):
+        raise UserError(f"training_prompt is {kind!r}; it must be {RANDOM!r} or {PLAY!r}")
     if kind == RANDOM and not chat:
         return partial(prompts.training_prompt, game, templates=templates, rng=rng)
     join = chat.join_play_prompt if chat else prompts.join_play_prompt
-    rule_rng = {RANDOM: rng, PLAY: None}[kind]
+    rule_rng = rng if kind == RANDOM else None
     return partial(prompts.play_prompt, game, templates=templates, rng=rule_rng, join=join)
 
 
@@ -210,13 +211,7 @@ def alpaca_to_turn(example: Mapping) -> dict:
     return {"prompt": "\n\n".join(filter(None, (instruction, given))), "target": output}
 
 
-# The record of a file of rows.
-
-
-def rows_record(path: str) -> Path:
-    """The record beside X.json, a file of rows: X_rewards_settings.json."""
-    file = Path(path)
-    return file.with_name(f"{file.stem}_rewards_settings.json")
+# What the record of a file of rows tells.
 
 
 def counts_line(notes: Mapping) -> str:
