@@ -1,16 +1,19 @@
-"""What only a GPU can show: bash tools/test.sh tests/gpu -n 0. Without a GPU all of it is skipped."""
+"""What only a GPU can show: python -m pytest tests/gpu. Without a GPU all of it is skipped."""
 
 import importlib.util
 import json
+import math
 import operator
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, build_llama
-from helpers import TORCHRUN, finish, flags_of, start, words_of
+from helpers import ENVIRONMENT, TORCHRUN, finish, flags_of, start, words_of
 from test_engine import answer, conversation, generate, llama, sampling
+from test_readme import TOP, blocks
 
 from tools.engine import vllm
 from tools.engine.random_model import train_tokenizer
@@ -18,7 +21,7 @@ from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine
 from tools.games import load_game
 from tools.games.prompts import default_templates
-from utils import read_json_or_jsonl, read_words, write_records
+from utils import read_json, read_json_or_jsonl, read_words, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEEPSPEED = {"none": None, "zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}
@@ -69,6 +72,45 @@ def test_training_gives_the_same_losses_under_every_deepspeed_file(inputs, tmp_p
         losses[name] = [step["loss"] for step in log if "loss" in step]
     for each in losses.values():
         assert each == pytest.approx(losses["none"], rel=0.02)
+
+
+def four_commands(processes: int) -> list[str]:
+    """The README's commands of imitation, play, rewards and self-play, with as many processes and short replies."""
+    (code,) = [block for block in blocks(TOP, "bash") if "export OMP_NUM_THREADS" in block]
+    code = code.replace("python -m", f"{sys.executable} -m").replace("--max_new_tokens 256", "--max_new_tokens 16")
+    launch = shlex.join([*TORCHRUN, f"--nproc_per_node={processes}"])
+    code = code.replace("torchrun --nproc_per_node=8 --master_port=6000", launch)
+    _export, *four = code.split("\n\n")
+    return four
+
+
+def test_the_four_commands_of_the_readme_lead_from_a_word_list_to_a_trained_model(inputs, tmp_path):
+    """With the offload file, on all cards. The first command may compile DeepSpeed's optimizer, for two minutes."""
+    pytest.importorskip("deepspeed")
+    cards = torch.cuda.device_count()
+    for name in ("train.py", "tools", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "data").mkdir()
+    files = {"all_target_words.txt": inputs / "words.txt"}
+    files["released_prompts.json"] = ROOT / "configs/prompts/taboo.json"
+    files |= dict.fromkeys(("train_imitation_gpt4.json", "alpaca_train.json"), inputs / "sft.jsonl")
+    for name, file in files.items():
+        (tmp_path / "data" / name).symlink_to(file)
+    models = {"BASE": inputs / "model", "IMITATION": tmp_path / "imitation", "SPAG1": tmp_path / "spag1"}
+
+    for command in four_commands(cards):
+        environment = ENVIRONMENT | {name: str(folder) for name, folder in models.items()}
+        finish(start(["bash", "-c", command], cwd=tmp_path, env=environment))
+
+    games = tmp_path / "data/self_play_results"
+    assert len(read_json_or_jsonl(games / "im_llama2_sampling_all_words_results.json")) == 81
+    assert len(list(games.glob("*_rank*.jsonl"))) == cards
+    rows = read_json_or_jsonl(tmp_path / "data/train_spag_data_im_llama2.json")
+    assert {row.get("type") == "sft" for row in rows} == {False, True}
+    for model in (models["IMITATION"], models["SPAG1"]):
+        assert list(model.glob("*.safetensors")) and read_json(model / "settings.json")["finished"]
+        log = read_json(model / "trainer_state.json")["log_history"]
+        assert all(math.isfinite(step["loss"]) for step in log if "loss" in step)
 
 
 @pytest.mark.parametrize("engine", ["slots", "vllm"])
