@@ -88,7 +88,7 @@ def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local
     codec = local.codec
     sentences = [encode_sentence(codec.tokenizer, guess(word), codec.chat) for word in WORDS]
     messages = 0
-    for game in GAMES:
+    for game in [*GAMES, episode("lime", "A lime.")]:  # the last one has no hint
         prompts, secret = guesser_prompts(GAME, game, TEMPLATES, codec.chat), game["target_word"]
         rows = measure_game(local, GAME, game, candidates=WORDS, templates=TEMPLATES)
         assert [(row["hints"], row["last_hint"]) for row in rows] == [
@@ -103,7 +103,7 @@ def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local
             assert row["log_share"] == pytest.approx(-total, abs=4e-4)
             assert row["rank"] == sorted(values.values(), reverse=True).index(values[secret]) + 1
             messages += 1
-    assert messages == 15
+    assert messages == 16
 
 
 class Table:
@@ -309,6 +309,9 @@ def test_the_program_writes_a_line_a_message_and_means_by_number_of_hints(tmp_pa
     assert call(program.main, *flags_of(flags)).output == printed
     errors = call(program.main, *flags_of(flags | {"seed": 1}), status=2).errors
     assert "seed: 0 then, 1 now" in errors
+    others = {"split": "played", "most_candidates": 5, "chat_template": True, "max_length": 100, "dtype": "bfloat16"}
+    for name, value in others.items():
+        assert f"{name}: " in call(program.main, *flags_of(flags | {name: value}), status=2).errors
 
 
 def test_candidates_come_from_a_file_and_one_word_alone_is_refused(tmp_path, tiny_model):
