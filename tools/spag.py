@@ -17,8 +17,8 @@
     loss.backward()
     optimizer.step()
 
-Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch, transformers and
-accelerate.
+Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch, transformers,
+datasets and accelerate.
 """
 
 import asyncio
