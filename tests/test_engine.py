@@ -216,6 +216,27 @@ def test_replies_are_those_of_plain_generate_in_however_little_memory(blocks):
     assert engine.caches[0].blocks.shape[1] <= max(blocks, 6)  # a single game may take 6 blocks
 
 
+def test_a_preempted_request_keeps_its_reply_and_what_is_known_of_it():
+    """Three requests are preempted: two within their reply, one whose prompt has lost its beginning."""
+    settings = sampling(max_new_tokens=40, max_length=140)
+    plain, local = llama(settings), llama(settings)
+    for each in (plain, local):
+        each.codec.stop_ids = list(range(100, 160))  # replies of 2 to 40 tokens
+    engine, sampled = SlotEngine(local, 8, cache_tokens=9 * BLOCK), []
+    engine_sample = engine.sample
+
+    def watched(slots, logits):
+        sampled.extend(slots)
+        return engine_sample(slots, logits)
+
+    engine.sample = watched
+    for prompts in conversation(games=8, turns=3):
+        sampled.clear()
+        replies = answer(engine, prompts)
+        assert replies == generate(plain, prompts)
+        assert len(sampled) == sum(reply.tokens for reply in replies)  # each token is drawn once
+
+
 @pytest.mark.parametrize("free", [0, 3 * 10**6, 10**12])
 def test_slots_and_cache_fit_in_the_free_memory(free, monkeypatch):
     model = llama(sampling()).model
