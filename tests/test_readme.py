@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, words_of, write_place
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import assign_rewards, play_llm_game, spag
 from tools.lab.study import read_study
@@ -115,9 +115,11 @@ def test_settings_files_can_be_read_as_they_are_written(name, tmp_path):
         assert read_study(str(path), []) if "[arms." in text else read_file(path)
 
 
-def shell_loop(python: str, **changes) -> str:
+def shell_loop(python: str, model: str, **changes) -> str:
     """The loop over epochs of the README, with a tiny model in the place of eight GPUs, and with changed flags."""
     (code,) = [block for block in blocks(TOP, "bash") if "for epoch in" in block]
+    assert "model=models/imitation" in code
+    code = code.replace("models/imitation", model)
     code = re.sub(r"^launch=\(.*\)$", f"launch=({python})", code, flags=re.MULTILINE).replace("in 1 2 3", "in 1 2")
     code = re.sub(r" --(deepspeed \S+|bf16 True)", "", code).replace("python tools/", f"{python} tools/")
     for name, value in changes.items():
@@ -137,8 +139,8 @@ def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a
     write_json(tmp_path / "data/alpaca_train.json", [{"instruction": "Say it.", "input": "", "output": "It."}] * 8)
     smaller = {"max_length": 160, "max_new_tokens": "16 --max_turns 2", "gradient_accumulation_steps": 2}
     # A model of random weights wins no game, so all messages are rows.
-    code = shell_loop(sys.executable, **smaller, sft_data_path="data/alpaca_train.json --messages all")
-    how = {"cwd": tmp_path, "env": ENVIRONMENT | {"IMITATION": tiny_model}}
+    code = shell_loop(sys.executable, tiny_model, **smaller, sft_data_path="data/alpaca_train.json --messages all")
+    how = {"cwd": tmp_path, "env": ENVIRONMENT}
 
     killed = start(["bash", "-c", code], **how)
     assert wait_for(lambda: any(tmp_path.glob("outputs/shell/epoch1/model/checkpoint-*/complete")), killed)
@@ -159,7 +161,7 @@ def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a
 def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_terminal_open(tmp_path):
     (tmp_path / "program").write_text('#!/bin/sh\ncase $1 in *play*) exit 3 ;; esac\n')
     (tmp_path / "program").chmod(0o755)
-    code = shell_loop(str(tmp_path / "program"))
+    code = shell_loop(str(tmp_path / "program"), "models/imitation")
     assert "set -e" not in code
     printed = finish(start(["bash", "-c", f"{code}\necho epoch $epoch, status $?"], cwd=tmp_path))
     assert printed.splitlines()[-1].startswith("epoch 1")
@@ -225,25 +227,20 @@ def test_the_trainer_of_the_readme_has_the_same_step_with_and_without_accumulati
     for batch_size in (16, 4):
         model, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(batch_size)),
+        trainer = names["train"](
+            model,
+            reference,
+            tokenizer,
+            rows,
+            str(tmp_path / str(batch_size)),
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=16 // batch_size,
             max_steps=1,
             logging_steps=1,
             save_strategy="no",
-            remove_unused_columns=False,
             report_to=[],
             use_cpu=True,
         )
-        trainer = names["SelfPlayTrainer"](
-            reference=reference,
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            data_collator=functools.partial(spag.batch, tokenizer=tokenizer, max_length=400),
-        )
-        trainer.train()
         logged.append(trainer.state.log_history[0])
     whole, split = logged
     assert whole["loss"] == pytest.approx(-0.125, abs=1e-4)  # rewards 1 and -0.5, weight 0.5, ratio 1
@@ -282,14 +279,30 @@ def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch):
     assert all(re.fullmatch(r"I take [1-3]\.", row["target"]) and "stick" in row["query"] for row in rows)
 
 
-def test_the_places_that_a_change_touches_are_there():
-    section = TEXTS["tools/README.md"].partition("## What a change touches")[2].partition("\n## ")[0]
+def rows_of_the_map(title: str) -> list[str]:
+    section = TEXTS["tools/README.md"].partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    for row in rows:
+    assert len(rows) > 10
+    return rows
+
+
+def test_the_functions_that_a_thing_goes_through_are_there():
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    code += "".join(path.read_text() for path in (ROOT / "tools").rglob("*.py"))
+    for row in rows_of_the_map("Follow one thing"):
+        spans = set(re.findall(r"`([^`]+)`", row))
+        paths = {span for span in spans if span.endswith(".py")}
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+        names = {name for span in spans - paths for name in span.split(".")}
+        missing = [name for name in names if not re.search(rf"\b(def|class) {name}\b|^{name}\b", code, re.MULTILINE)]
+        assert missing == []
+
+
+def test_the_places_that_a_change_touches_are_there():
+    for row in rows_of_the_map("What a change touches"):
         spans = set(re.findall(r"`([^`]+)`", row))
         paths = {span for span in spans if "/" in span or "." in span}
         assert [path for path in paths if not (ROOT / path).exists()] == []
         names = spans - paths | set(re.findall(r"\b[A-Z_]{4,}\b", re.sub(r"`[^`]+`", "", row)))
         code = "".join((ROOT / path).read_text() for path in paths if (ROOT / path).is_file())
         assert [name for name in names if name not in code] == []
-    assert len(rows) > 10
