@@ -177,6 +177,14 @@ BARE = (  # means that are told without an interval: study, measure, arm, epoch
     ("english", "MuTual", "base", 0),
 )
 COMPARISONS = ("Primary comparisons", "Differences, paired by seed")  # titles in the stored tables
+COMPUTED = (  # further differences that are told: study, measure, arm, other
+    ("tiny", "as defender", "released", "cloning"),
+    ("tiny", "as attacker", "losers_ties", "detached_matched"),
+    ("tiny", "as defender", "losers_ties", "detached_matched"),
+    ("tiny", "meet + common", "games_only", "released"),
+    ("hints", "rank 1 among 40", "released", "imitation"),
+    ("hints", "rank 1 among 40", "silent", "imitation"),
+)
 NO_RESULTS = {"0.25", "0.001"}  # a setting, and the bound of small p values
 
 
@@ -210,7 +218,7 @@ def stored_mean(name: str, measure: str, arm: str, epoch: int) -> float:
 
 @functools.cache
 def figures_with_intervals() -> frozenset[str]:
-    """Means, declared differences and points minus controls of the stored studies, with two and three decimals."""
+    """Means and differences of the stored studies, with two and three decimals."""
     figures = set()
 
     def add(values: list[float], sign: str = "") -> None:
@@ -220,9 +228,8 @@ def figures_with_intervals() -> frozenset[str]:
     for name in STUDIES:
         for _, values in stored_frame(name).groupby(["measure", "arm", "epoch"]).value:
             add(values.tolist())
-        for title in COMPARISONS:
-            for gaps in stored_gaps(name, title):
-                add(gaps, "+")
+        for gaps in told_gaps(name):
+            add(gaps, "+")
         for arm, epoch in stored_frame(name)[["arm", "epoch"]].drop_duplicates().itertuples(index=False):
             for gaps in points_minus_controls(name, arm, epoch).values():
                 if gaps:
@@ -239,6 +246,13 @@ def stored_gaps(name: str, title: str) -> list[list[float]]:
     """The differences by seed for each line of a table of a stored study."""
     compared = sections((ROOT / f"data/results/{name}/table.md").read_text()).get(title, ())
     return [table.paired(stored_frame(name), *comparison).tolist() for comparison in compared]
+
+
+def told_gaps(name: str) -> list[list[float]]:
+    """The differences by seed of a study: those of its stored tables, and those that are computed for a page."""
+    gaps = [each for title in COMPARISONS for each in stored_gaps(name, title)]
+    computed = [comparison for study, *comparison in COMPUTED if study == name]
+    return gaps + [table.paired(stored_frame(name), *comparison).tolist() for comparison in computed]
 
 
 def points_minus_controls(name: str, arm: str, epoch: int) -> dict[str, list[float]]:
