@@ -511,6 +511,13 @@ def test_words_of_a_study_leave_out_those_that_are_held_out(tmp_path, programs):
     assert read_words(tmp_path / "all_words.txt") == ["piano", "violin", first]
 
 
+def test_the_sft_rows_of_the_english_study_are_drawn_from_its_rows_of_imitation(tmp_path, programs):
+    ours = study.read_study(str(ROOT / "configs/arms/english.toml"), [])
+    settings = study.settings_of(ours, next(iter(ours.arms)), [], 5, tmp_path).settings()
+    preparations.english(str(tmp_path), 5, settings)
+    assert "--rows outputs/english/data/imitation.json --number 300 --seed 5" in programs[-1]
+
+
 def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(tmp_path, programs):
     loop = tmp_path / "released"
     for folder in ("imitation", "epoch2", "epoch10"):
@@ -531,3 +538,14 @@ def test_a_signal_to_the_study_ends_its_programs(tmp_path):
     process.send_signal(signal.SIGTERM)
     finish(process, status=143)
     assert not any(program.is_running() and program.name() == "sh" for program in programs)
+
+
+@pytest.mark.parametrize("end", ["kill -TERM $$", "kill -INT $$", "exit 130", "exit 143"])
+def test_after_a_program_that_a_signal_ended_no_further_seed_begins_and_none_is_said_to_have_failed(tmp_path, end):
+    code = "import sys; from tools.lab import study as run; from utils import run_program\n"
+    code += f"run.loop_command = lambda argv: ['sh', '-c', {end!r}]\nrun_program(run.main)"
+    (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
+    words = [tmp_path / "arms.toml", "--output_dir", tmp_path / "out", "--seeds", "1", "2", "3"]
+    printed = finish(start([sys.executable, "-c", code, *words]), status=1)
+    assert "seed 1: one" in printed and "seed 2" not in printed and "failed" not in printed
+    assert "the same command continues" in printed

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +27,16 @@ from tools.lab import table
 from tools.loop.keys import PROGRAMS, Loop, nearest, prefix_errors
 from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
-from utils import ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
+from utils import INTERRUPTED, ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
 
+# How a program ends after a signal: by the signal itself, or with the status of our own programs.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = (*(-number for number in STOPPING), INTERRUPTED, TERMINATED)
+
 running: set[subprocess.Popen] = set()  # programs at work, of all seeds
+stopping = threading.Event()  # no further program begins
 
 
 @dataclass(kw_only=True)
@@ -138,8 +144,12 @@ def fill_names(value: Any, names: Mapping[str, str]) -> str:
 # The loops.
 
 
+class Stopped(Exception):
+    """A signal ended a program of the study, or the study itself."""
+
+
 def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> None:
-    """Run the arms that have not ended with these settings. UserError for one that fails."""
+    """Run the arms that have not ended with these settings. UserError for one that fails, Stopped after a signal."""
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
         of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
@@ -149,6 +159,8 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
         mark, log = folder / f"{arm}.finished", folder / f"{arm}.log"
         if mark.is_file() and read_text(mark) == f"{shlex.join(argv)}\n":
             continue
+        if stopping.is_set():
+            raise Stopped
         say(f"seed {seed}: {arm}")
         run(loop_command(argv), log)
         if study.after:
@@ -169,18 +181,27 @@ def function_command(function: str, **arguments) -> list[str]:
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0."""
+    """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0.
+
+    Stopped if a signal ended it: that of Ctrl-C goes to all programs of a terminal, and may end them before this one.
+    """
+    if stopping.is_set():
+        raise Stopped
     with open(log, "ab") as file:
         program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     running.add(program)
     status = program.wait()
     running.discard(program)
+    if status in STOPPED:
+        stopping.set()
+        raise Stopped
     if status:
         raise UserError(f"log: {log}")
 
 
 def hand_on(number: int, frame) -> NoReturn:
     """End the programs at work by the signal that ends the study."""
+    stopping.set()
     for program in list(running):
         program.send_signal(number)
     sys.exit(TERMINATED)
@@ -190,6 +211,8 @@ def run_and_report(study: Study, settings: Sequence[str], output: Path, seed: in
     """Run a seed to its end, and return whether it succeeded. If it fails, this is said, and the other seeds go on."""
     try:
         run_seed(study, settings, output / f"seed{seed}", seed)
+    except Stopped:
+        return False
     except (UserError, OSError) as error:
         say(f"seed {seed} failed; {error}")
         return False
@@ -213,6 +236,8 @@ def main() -> None:
         ended = list(pool.map(partial(run_and_report, study, flags.settings, output), flags.seeds))
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further seed begins
+    if stopping.is_set():
+        say("a signal ended a program, so the study stops; what is finished is kept; the same command continues")
     if not all(ended):
         sys.exit(1)
     seeds = [read_json(output / f"seed{seed}.json") for seed in flags.seeds]
