@@ -178,7 +178,8 @@ def test_rows_of_other_games_or_sft_examples_of_the_same_name_are_refused(run, r
 
 def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run, tmp_path):
     inputs, output = ([ATTACKER_WON, TIED], [DEFENDER_WON, BROKEN]), tmp_path / "rows.jsonl"
-    rows, _ = run(inputs=inputs, messages="all", training_prompt="play", output_data_path=output)
+    rows, printed = run(inputs=inputs, messages="all", training_prompt="play", output_data_path=output)
+    assert "attacker 1.00, defender 1.00" in printed
     said = [message for game, end in zip(EPISODES, (4, 2, 4, 1), strict=True) for message in game["history"][:end]]
     assert [(row["role"], row["target"]) for row in rows] == [(m["role"], m["content"].strip()) for m in said]
     assert {(row["reward"], row["weight"]) for row in rows} == {(1.0, 1.0)}

@@ -147,7 +147,10 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         made = [chat.row(row) for row in made]
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
-    return made, {"games": games, "weights": rewards.role_weights(game, results)}
+    weights = rewards.role_weights(game, results)
+    if flags.messages == rewards.ALL:
+        weights = dict.fromkeys(game.roles, 1.0)
+    return made, {"games": games, "weights": weights}
 
 
 def main() -> None:
