@@ -28,7 +28,7 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
         at_least=1,
     )
     concurrent_games: int | None = flag(
-        "games played at once; unset: one batch for each model", default=None, at_least=1
+        "games played at once; unset: as many as the engines and servers answer at once", default=None, at_least=1
     )
     logging_steps: int = flag("show a game after every so many batches of messages; 0: none", default=10)
 
