@@ -1,4 +1,4 @@
-"""Every README is true: its commands and their flags, its links, and its Python code."""
+"""Every page is true: its commands and their flags, its links, and its Python code."""
 
 import contextlib
 import functools
@@ -23,12 +23,13 @@ from utils import read_json_or_jsonl, write_json
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for pattern in ("README.md", "data/RESULTS.md", "*/README.md", "*/*/README.md")
+    for pattern in ("README.md", "data/*.md", "configs/*.md", "tests/*.md", "tools/**/*.md")
     for path in sorted(ROOT.glob(pattern))
-    if not any(part.startswith(".") or part in ("outputs", "runs") for part in path.relative_to(ROOT).parts)
 }
 TOP = TEXTS["README.md"]
 GAMES = TEXTS["tools/games/README.md"]
+PIECES = TEXTS["tools/spag.md"]
+ONE_GPU = TEXTS["configs/qwen3_4b.md"]
 LOOP = "tools/run_spag.py"
 CALL = re.compile(r"(?:python3?|torchrun) (?:[^;&|#\n]*? )?(tools[./][\w./]+|train\.py)([^;&|#\n]*)")
 
@@ -85,7 +86,9 @@ def test_programs_accept_the_flags_they_are_given(program):
 def test_the_four_commands_and_those_of_the_loop_are_there():
     assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"} <= dict(calls(TOP)).keys()
     words = {word for program, words in calls(TOP) if program == LOOP for word in words}
-    assert {"configs/llama2_7b.toml", "configs/qwen3_4b.toml", "control=cloning", "like=outputs/first"} <= words
+    assert {"configs/llama2_7b.toml", "control=cloning", "like=outputs/first"} <= words
+    words = {word for program, words in calls(ONE_GPU) if program == LOOP for word in words}
+    assert {"configs/qwen3_4b.toml", "control=cloning", "like=outputs/imitation"} <= words
 
 
 @pytest.mark.parametrize("words", [words for program, words in CALLS if program == LOOP], ids=" ".join)
@@ -193,14 +196,14 @@ def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys
 
 
 def own_rewards() -> dict:
-    """The functions of the README that change rows."""
-    (code,) = [code for code in blocks(TOP, "python") if "fmean" in code]
+    """The functions of tools/spag.md that change rows."""
+    (code,) = [code for code in blocks(PIECES, "python") if "fmean" in code]
     functions: dict = {}
     exec(code, functions)
     return functions
 
 
-def test_the_functions_of_the_readme_change_weights_roles_and_rewards():
+def test_the_functions_of_the_page_of_pieces_change_weights_roles_and_rewards():
     """Two games that the attacker wins and one that the defender wins, of one message each, and an SFT row."""
     rows = [{"role": "attacker", "reward": reward, "weight": 0.75} for reward in (1.0, 1.0, -1.0)]
     rows += [{"role": "defender", "reward": reward, "weight": 1.5} for reward in (-1.0, -1.0, 1.0)]
@@ -215,8 +218,8 @@ def test_the_functions_of_the_readme_change_weights_roles_and_rewards():
     assert [row["weight"] for row in rows] == [0.75] * 3 + [1.5] * 3 + [1.0]  # the rows given stay as they are
 
 
-def test_the_trainer_of_the_readme_has_the_same_step_with_and_without_accumulation(tmp_path, tiny_model):
-    (code,) = [code for code in blocks(TOP, "python") if "(Trainer)" in code]
+def test_the_trainer_of_the_page_of_pieces_has_the_same_step_with_and_without_accumulation(tmp_path, tiny_model):
+    (code,) = [code for code in blocks(PIECES, "python") if "(Trainer)" in code]
     names: dict = {"__name__": "readme"}
     exec(code, names)
     words = [f"word{number}" for number in range(8)]
