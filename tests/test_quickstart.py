@@ -118,6 +118,11 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     assert loop.epochs == (1 if quick == "1" else 3)
 
 
+def test_help_is_printed_and_nothing_is_built(quickstart):
+    printed, *calls = quickstart("--help")
+    assert "python -m tools.loop.quickstart" in printed and not calls
+
+
 def test_a_wrong_setting_is_refused_before_the_world_is_built(quickstart, capsys):
     with pytest.raises(AssertionError, match="ended with 2: .*nearest that exists: epochs"):
         quickstart("epohcs=2")

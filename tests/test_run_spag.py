@@ -289,7 +289,7 @@ def run(inputs):
     def run(fails: str = "", **changes) -> Noted:
         loop, _ = read_loop(words_of(inputs | changes))
         noted = Noted(fails)
-        run_spag.run(loop, list(run_spag.steps(loop)), noted)
+        run_spag.run(loop, run_spag.planned_steps(loop), noted)
         return noted
 
     return run
@@ -304,6 +304,10 @@ def test_the_loop_stops_where_until_says(run, capsys, until, number):
     second = [stage.replace("1", "2") for stage in STAGES[1:]]
     assert run(epochs=2, **changes).names == [*STAGES, *second][:number]
     assert (f"stopped after {until}" if until else "finished in") in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_check_prints_the_commands_of_the_stages_that_would_run(commands, inputs):
+    assert list(commands(inputs, until="epoch1_play")) == ["imitation", "epoch1_play"]
 
 
 def test_until_stops_before_the_stage_after_it_where_its_own_stage_does_not_run(run, inputs):

@@ -97,6 +97,12 @@ def steps(loop: Loop) -> Iterator[Step]:
         yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
 
 
+def planned_steps(loop: Loop) -> list[Step]:
+    """The steps up to the last one that the setting `until` wants."""
+    last = last_position(loop)
+    return [step for step in steps(loop) if step.position <= last]
+
+
 def stage_step(
     loop: Loop, stage: str, name: str, position: Position, flags: dict, defaults: Mapping = {}, **more
 ) -> Step:
@@ -257,8 +263,8 @@ def main() -> None:
     loop, kept = read_loop(argv)
     words = check_inputs(loop)
     loop = dataclasses.replace(loop, **ask(question(loop)))
-    plan = list(steps(loop))
-    check_commands(plan)
+    check_commands(steps(loop))
+    plan = planned_steps(loop)
     stages = Stages(loop.output, loop.machine)
     if loop.machine == 0 and not loop.check:
         stages.lock = hold_lock(loop.output)
@@ -292,12 +298,9 @@ def check_commands(plan: Iterable[Step]) -> None:
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
-    """Run the steps up to the last one that the setting `until` wants."""
+    """Run the steps, and delete the checkpoints of each training that has ended."""
     begin = time.monotonic()
-    last = last_position(loop)
     for step in plan:
-        if step.position > last:
-            break
         if step.processes is None and loop.machine > 0:
             continue
         try:

@@ -30,6 +30,9 @@ QUICK_NOTE = (
 
 
 def main() -> None:
+    if {"-h", "--help"}.intersection(sys.argv[1:]):
+        print(__doc__.strip())
+        return
     quick = os.environ.get("QUICK", "0") != "0"
     begin = time.monotonic()
     given: Settings = {"output": "outputs/quickstart_quick" if quick else "outputs/quickstart"}
