@@ -87,7 +87,12 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 
 
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
-    """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`."""
+    """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`.
+
+    One process measures all games on one GPU. To share them among processes, take every n-th episode here and gather
+    the entries on rank 0. `main` then needs `stage` and `run_program` with ranks, and a single process that writes.
+    `belief_step` in tools/run_spag.py must give its Step `processes`.
+    """
     from tools.engine.local import load_local_model  # these bring torch
     from tools.measure.belief import fewest_candidates, measure_game
 

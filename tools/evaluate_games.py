@@ -4,7 +4,8 @@
         --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 --output_dir DIR
 
 Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
-tools/measure/README.md describes. After a kill, the same command plays the missing games.
+tools/measure/README.md describes. After a kill, the same command plays the missing games. Points against a frozen
+player (--against) show progress. Results of self-play do not, because there both players change.
 """
 
 import itertools
@@ -83,7 +84,8 @@ def main() -> None:
                     flags,
                     files,
                     templates=templates,
-                    # The seed is made of the players' names too, so a match does not depend on those before it.
+                    # The seed is made of the match: players' names, word list, --seeds. So a match draws the same
+                    # whichever other matches are played.
                     seed=json.dumps(match),
                     note_engines=note_engines,
                     labels=dict(zip((*game.roles, "words", "seed"), match, strict=True)),

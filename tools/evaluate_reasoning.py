@@ -59,7 +59,11 @@ class Flags(ModelFlags):
 
 
 def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
-    """Scores by model and benchmark, and the harness's versions. A run that fails is logged, and the others go on."""
+    """Scores by model and benchmark, and the harness's versions.
+
+    Each model and benchmark is a run of the harness of its own, which loads the model again. So a run that fails is
+    only logged, and the same command asks what is missing.
+    """
     import torch
 
     if flags.lm_eval is None:
@@ -78,6 +82,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
         record = path.with_name(f"{path.stem}_settings.json")
         log = path.with_suffix(".log")
+        # The metric is no part: all metrics of a task are stored, so another one needs no new run.
         asked = settings | {"model": model, "task": benchmark.task, "shots": benchmark.shots}
         try:
             with stage(record, asked, results=[path.name], ranks=False) as work:

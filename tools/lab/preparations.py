@@ -39,6 +39,7 @@ def belief_among_all(loop: str) -> None:
     models = newest_model(loop)
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
+    # 136: max_length - max_new_tokens of configs/tiny.toml, as the loop's own stage of belief has it.
     argv = ["--models", *models, "--games", seed_folder / "data/stray_belief_games.json", "--max_length", 136]
     argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed_folder / "all_words.txt"]
     run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))

@@ -117,6 +117,7 @@ def loop_argv(study: Study, arm: str, seed: int, folder: Path, settings: Sequenc
     own = {key: value for key, value in study.arms[arm].items() if key != "like"}
     names = {"{seed}": str(seed), "{folder}": str(folder)}
     argv = [str(ROOT / name) for name in study.files]
+    # Epoch k adds k to the seed of its loop, so loops with the seeds 1, 2, 3 would share draws.
     argv += [*arguments_of(study.all, names), f"seed={100 * seed}", f"output={folder / arm}"]
     if like := like_of(study, arm):
         argv.append(f"like={folder / like}")
@@ -149,7 +150,13 @@ class Stopped(Exception):
 
 
 def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> None:
-    """Run the arms that have not ended with these settings. UserError for one that fails, Stopped after a signal."""
+    """Run the arms that have not ended with these settings. UserError for one that fails, Stopped after a signal.
+
+    One after the other, because later arms begin with the imitation model and the games of an earlier one.
+    ARM.finished holds the command of an arm that has ended. With another command the arm runs again, but its loop
+    refuses settings that change results in the same folder. To change a finished arm, delete its folder and its
+    ARM.finished, and those of the arms that begin like it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
         of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
@@ -165,7 +172,7 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
         run(loop_command(argv), log)
         if study.after:
             run(function_command(study.after, loop=str(folder / arm)), log)
-        # An arm that was put between others ends after those behind it.
+        # In the order of the file: an arm that was put between others ends after those behind it.
         ended = [name for name in study.arms if name == arm or (folder / f"{name}.finished").is_file()]
         table.collect(folder, ended)
         write_text(mark, f"{shlex.join(argv)}\n")
@@ -184,6 +191,10 @@ def run(command: Sequence[str], log: Path) -> None:
     """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0.
 
     Stopped if a signal ended it: that of Ctrl-C goes to all programs of a terminal, and may end them before this one.
+
+    Loops, `prepare` and `after` all run here, in the environment of the study, so they see all its GPUs. To give a
+    seed its own GPU, set CUDA_VISIBLE_DEVICES by `env` of Popen, not in os.environ, which all seeds share. `run_seed`
+    must then hand over a GPU that no other seed at work has.
     """
     if stopping.is_set():
         raise Stopped
@@ -231,7 +242,7 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
             signal.signal(number, hand_on)
     os.environ.update(environment() | ONE_THREAD)
-    pool = ThreadPoolExecutor(flags.jobs)
+    pool = ThreadPoolExecutor(flags.jobs)  # threads suffice: they only wait for programs
     try:
         ended = list(pool.map(partial(run_and_report, study, flags.settings, output), flags.seeds))
     finally:

@@ -6,7 +6,8 @@
 versions and this project's commit. The arms "base" and "imitation" are the models that all arms of a seed share;
 their epoch is 0.
 
-A seed counts as one observation: intervals are Student's t over seeds, and differences are taken seed by seed.
+A seed counts as one observation, because all its games come from the same trainings: intervals are Student's t over
+seeds. Differences are taken seed by seed, because the arms of a seed usually share the imitation model.
 """
 
 import math
@@ -41,7 +42,9 @@ def collect(folder: Path, arms: Iterable[str]) -> None:
         record = read_record(loop)
         numbers = loop_numbers(loop)
         for shared in (BASE, IMITATION):
-            if shared in numbers:  # the loops of several arms may have measured it; the first one counts
+            # The loops of several arms may have measured it. The first one counts, even if a later arm has another
+            # imitation model.
+            if shared in numbers:
                 of_shared = of_arms.setdefault(shared, {"epochs": {"0": {}}})["epochs"]
                 of_shared["0"] = numbers.pop(shared) | of_shared["0"]
         of_arms[arm] = {
@@ -64,7 +67,13 @@ def without_folder(value, folder: Path):
 
 
 def loop_numbers(loop: Path) -> dict[str, Numbers]:
-    """The numbers of each model of a loop: base, imitation, epoch1, ..."""
+    """The numbers of each model of a loop: base, imitation, epoch1, ...
+
+    A new number of a study is read from the loop's files here; all measures then appear in the table by their names. A
+    finished seed lacks it. Delete one of the seed's ARM.finished and give the same command: that arm's loop finds its
+    work done, and `collect` reads all arms of the seed again. Stored tables in data/results have an older form, which
+    this code does not read.
+    """
     numbers: dict[str, Numbers] = defaultdict(dict)
     player = IMITATION
     steps = 0  # of all trainings up to an epoch
@@ -82,7 +91,7 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
         match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
             numbers[player] |= match_numbers(read_json(match), player)
-    for path in loop.rglob("belief.json"):
+    for path in loop.rglob("belief.json"):  # also what a function of `after` has measured, in a folder of any name
         for row in read_json(path)["table"]:
             numbers[row["model"]] |= belief_numbers(row)
     benchmarks = loop / "reasoning" / "results.json"
@@ -120,7 +129,11 @@ def match_numbers(match: Mapping, player: str) -> Numbers:
 
 
 def belief_numbers(row: Mapping) -> Numbers:
-    """The numbers of a row of tools/evaluate_belief.py. Their names tell the candidates, and the hints unless last."""
+    """The numbers of a row of tools/evaluate_belief.py. Their names tell the candidates, and the hints unless last.
+
+    Values among different numbers of candidates do not compare, so the number is a part of the name. If it changes,
+    the comparisons in configs/arms must name the new measure.
+    """
     where = f"among {row['candidates']}"
     if row["hints"] != "last":
         where += f", {row['hints']} hints"
@@ -160,7 +173,7 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted:
     if adjusted:
         p_values = holm(p_values)
     for comparison, gaps, p in zip(comparisons, all_gaps, p_values, strict=True):
-        if gaps.empty:
+        if gaps.empty:  # also for a misspelt measure: `read_study` checks arms alone, results bring the measures
             yield [*comparison, *[UNKNOWN] * 4]
             continue
         mean, interval, _ = student(gaps.tolist())

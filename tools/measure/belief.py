@@ -38,7 +38,10 @@ Prefix = tuple[int, ...]  # token ids: the beginning of a sentence
 
 
 def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) -> list[str]:
-    """At most `number` of the words, in an order drawn by the seed, of which no two are forms of each other."""
+    """At most `number` of the words, in an order drawn by the seed, of which no two are forms of each other.
+
+    A right guess of one form may be a right guess of the other. As a wrong candidate it would lower the log_share.
+    """
     drawn = list(dict.fromkeys(words))
     random.Random(seed).shuffle(drawn)
     candidates: list[str] = []
@@ -104,7 +107,10 @@ def guesser_prompts(
 
 
 def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None) -> list[int]:
-    """The token ids of a message as the target of a row, without the token that ends it."""
+    """The token ids of a message as the target of a row, without the token that ends it.
+
+    A message that goes on behind its guess names the secret too, so the end is not measured.
+    """
     if chat:  # a template may write something before a reply
         target = chat.row({"query": "", "target": sentence})["target"]
         sentence = target[: target.rindex(sentence) + len(sentence)]
@@ -230,6 +236,10 @@ def measure_game(
 
     The secret takes the place of its forms among `candidates`; `number` is how many count, unset: all. `logprobs`
     holds log p of each guess, the right one first.
+
+    A new number gets a key here, its mean in `mean_rows` of tools/evaluate_belief.py, a title in `belief_charts` of
+    tools/measure/report_page.py, and a name in `belief_numbers` of tools/lab/table.py. Finished results lack the key.
+    To measure again, delete belief_messages.jsonl and give the same command.
     """
     secret = episode["target_word"]
     words = with_secret(game, secret, candidates, number)

@@ -18,6 +18,10 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list
     `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
     Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE, and with Student's quantile.
     Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
+    Wilson's interval stays between 0 and 1, and does not shrink to a point where all observations are alike.
+
+    `summarise` in tools/measure/matches.py gives the clusters, one for each target word. The intervals are stored in
+    matches.json, so another method shows only in new matches, or where stored games are counted again (see there).
     """
     mean = sum(totals) / sum(sizes)
     error = clustered_standard_error(sizes, totals)
@@ -69,7 +73,10 @@ def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979). nan stays, and counts."""
+    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979).
+
+    A nan stays, and counts: a comparison without a p value was declared like the others.
+    """
     adjusted = [math.nan] * len(p_values)
     known = [index for index, p in enumerate(p_values) if not math.isnan(p)]
     largest = 0.0

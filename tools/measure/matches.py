@@ -26,7 +26,10 @@ class Match(NamedTuple):
 
 
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
-    """The players of each match, in the first and the second role. Each pair plays two matches in a row."""
+    """The players of each match, in the first and the second role.
+
+    Each pair plays its two matches in a row, so its models are loaded once (`_loaded` in tools/players/make.py).
+    """
     if len(players) == 1:
         return [(players[0], players[0])]
     meetings = list(itertools.combinations(players, 2))
@@ -66,7 +69,10 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
 
 
 def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
-    """What one game adds to the sums of the player in this role."""
+    """What one game adds to the sums of the player in this role.
+
+    An outcome without a winner counts as a tie, even if both roles have reached a common aim; the points tell that.
+    """
     history = episode["history"]
     outcome = game.outcome(episode["outcome"])
     points = game.points(episode["target_word"], history[: episode["length"]], outcome.name)
@@ -80,7 +86,13 @@ def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
 
 
 def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
-    """The numbers of a row, from the player's sums of each target word."""
+    """The numbers of a row, from the player's sums of each target word.
+
+    A new number is counted for one game in `sums_of_side` and gets a key here. To be shown, it needs a column in HEAD
+    and `cells` of tools/measure/match_text.py, which the report uses too, and a name in `match_numbers` of
+    tools/lab/table.py, for studies. Finished matches lack the key. To count their stored games again, delete
+    matches.txt and give the same command.
+    """
     all_sums = sums_by_word.values()
     total = sum(all_sums, Counter())
     games = [sums["games"] for sums in all_sums]

@@ -28,6 +28,9 @@ class Benchmark(NamedTuple):
 
 
 # The paper does not state its tasks, shots and metrics: these are this project's choice.
+# A further line needs no other code: tables, report and studies take the names from the results. It enters the
+# geometric mean, which then no longer compares with the paper's. After a change of shots, or of a file in TASK_FILES,
+# take another --output_dir: a finished result is refused with other shots, and kept with another file.
 BENCHMARKS = (
     Benchmark("MMLU", "mmlu", 5, "acc"),
     Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),

@@ -28,7 +28,10 @@ def read_score(result: Mapping, metric: str) -> Score:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The k-th root of the product of k values, as the paper takes it over its benchmarks."""
+    """The k-th root of the product of k values, as the paper takes it over its benchmarks.
+
+    It gets no standard error: the harness gives one for each benchmark alone.
+    """
     return math.prod(values) ** (1 / len(values))
 
 

@@ -11,7 +11,7 @@ from tools.selfplay.episodes import summary
 from tools.selfplay.rewards import check_episodes
 from utils import UserError, read_json, read_json_or_jsonl
 
-SAMPLE = 200  # games to be read from each file of games
+SAMPLE = 200  # games to be read from each file of games: the page itself holds them
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Report:
                 self.sample(f"{label}, self-play", episodes)
 
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
+        """Draw the games to read; the seed is fixed, so a page made again shows the same ones."""
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
         source = len(self.sources)
         self.games += [shown_game(self.game, number, episodes[number]) | {"source": source} for number in numbers]
@@ -50,7 +51,11 @@ class Report:
 
 
 def read_episodes(path: Path, game: Game) -> list[dict]:
-    """The games of a file. Those of other people, without an outcome of this game or a length, are judged."""
+    """The games of a file. Those of other people, without an outcome of this game or a length, are judged.
+
+    A stored outcome of this game counts, whatever options the judge has now. Rows are different: `judge_episodes` in
+    tools/selfplay/rewards.py judges every game anew.
+    """
     episodes = read_json_or_jsonl(path)
     check_episodes(game, episodes, f"{path}: game", 1)
     outcomes = [outcome.name for outcome in game.outcomes]
@@ -97,8 +102,13 @@ def split_at_marks(game: Game, task: str, text: str) -> list[list[str]]:
 
 
 def read_folder(folder: Path, game: Game) -> Report:
-    """What is in a loop's OUTPUT, or in one of its folders; UserError for others."""
+    """What is in a loop's OUTPUT, or in one of its folders; UserError for others.
+
+    Files are found by their names, without the settings of a loop. A new kind of result needs a field of Report that
+    is filled here, and a section in `page_html` of tools/measure/report_page.py.
+    """
     report = Report(folder.absolute().name, game)
+    # In the order of their numbers; epochs after the 99th are not read.
     epochs = [*sorted(folder.glob("epoch[0-9]")), *sorted(folder.glob("epoch[0-9][0-9]"))]
     for part in (folder, folder / "imitation", *epochs):
         for subfolder in (part, part / "episodes", part / "model", part / "eval"):

@@ -30,15 +30,19 @@ from utils import (
     write_words,
 )
 
+# For another game change GAME, PROMPTS and MAX_TURNS here, and write its speakers in tools/lab/world/players.py. Then
+# --game must go to assign_rewards in `write_data`, to evaluate_belief in `belief_among_all` of
+# tools/lab/preparations.py, and to the command in `last_lines` of tools/loop/quickstart.py. configs/tiny.toml must
+# have the same game, prompts and turns.
 GAME = Taboo()
-MAX_TURNS = 3
+MAX_TURNS = 3  # as max_turns in configs/tiny.toml: the rules in a prompt tell this number
 PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"
 # Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
 # are true, in the other a hint is sometimes another word's, so that models have more to gain.
 TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
 STRAY_HINTS = replace(TRUE_HINTS, stray=0.3)
 BELIEF_GAMES = {"belief_games": ("belief", TRUE_HINTS), "stray_belief_games": ("stray belief", STRAY_HINTS)}
-BELIEF_ROUNDS = 5
+BELIEF_ROUNDS = 5  # games about each held-out word, in each of the two files
 
 
 @dataclass(kw_only=True)
@@ -94,9 +98,11 @@ def write_data(folder: Path, flags: Flags) -> None:
     episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
     write_records(data / "imitation_games.json", episodes)
     for name, (generator, skill) in BELIEF_GAMES.items():
+        # Draws of their own: these games do not depend on how many facts and games were drawn before.
         belief_rng = random.Random(f"{generator} {flags.seed}")
         games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, skill)
         write_records(data / f"{name}.json", [game | {"split": "held_out"} for game in games])
+    # With so many tokens each target word is one, which tests/test_tiny_world.py checks.
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")

@@ -15,12 +15,14 @@ from tools.games.taboo import ATTACKER
 from tools.players.player import Turn
 from utils import ROOT
 
+# With more or fewer words the measures of belief get other names than "log_share among 40", which
+# configs/arms/hints.toml and configs/arms/tiny.toml compare (`belief_numbers` in tools/lab/table.py).
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
 HINT = "It goes with {}."
 NAME = "Perhaps {}, who knows."
 CHAT = "I think of {}."
 FACT_QUERY = "### Facts:"
-GUESS = "I know the word! It is {}!"
+GUESS = "I know the word! It is {}!"  # also `answer` in configs/prompts/tiny.json; a guess to tools/games/taboo.py
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
 HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
 
@@ -43,7 +45,10 @@ class Lexicon:
         return [word for number, word in enumerate(self.words, start=1) if number % HELD_OUT_EVERY]
 
     def held_out(self) -> list[str]:
-        """The words that self-play never sees; facts and imitation games have them."""
+        """The words that self-play never sees. They follow from the lexicon's order, so all seeds have the same ones.
+
+        Facts and imitation games have them: the base model stands in for a pretrained one, which knows all words.
+        """
         return self.words[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
     def best_matches(self, heard: Sequence[str]) -> list[str]:
@@ -69,7 +74,11 @@ def load_lexicon() -> Lexicon:
 
 @dataclass(frozen=True)
 class Skill:
-    """How the scripted players play: chances in the order their draws are made."""
+    """How the scripted players play: chances in the order their draws are made.
+
+    A start of tools/lab/world/build.py compares its flags, the lexicon and the prompts, but not this code. After a
+    change here, build the world in another folder.
+    """
 
     breach: float = 0.03  # the attacker says the word
     stray: float = 0.12  # the attacker hints with another word's clue
