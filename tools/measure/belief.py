@@ -78,7 +78,10 @@ def log_share(logprobs: Sequence[float]) -> float:
 
 
 def rank(logprobs: Sequence[float]) -> int:
-    """The rank of the first of these log-probabilities: 1 if no other is above it. NaN counts as above."""
+    """The rank of the first of these log-probabilities: 1 if no other is above it.
+
+    NaN counts as above, so a model whose logits are NaN never ranks the secret first.
+    """
     right, *others = logprobs
     above = [other for other in others if not other <= right]
     return 1 + len(above)

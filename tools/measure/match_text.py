@@ -30,7 +30,11 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """A table of players, word lists and roles, and a last line with the points of all pairs."""
+    """A table of players, word lists and roles, and a last line with the points of all pairs.
+
+    The loop shows the last line at the end of a match (`report_end` in tools/loop/stages.py), and the quick start at
+    its own end (`last_lines` in tools/loop/quickstart.py).
+    """
     settings = results["settings"]
     rows = shown_rows(results)
     table = pd.DataFrame(map(cells, rows), columns=HEAD)

@@ -75,6 +75,7 @@ def harness_flags(settings: Mapping, folder: str) -> list[str]:
 
 
 def run_harness(command: Sequence[str], log: Path) -> None:
+    # The harness must not take itself for a rank of the launch that this program may have been started in.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     with open(log, "w", encoding="utf-8") as file:
         file.write(f"{shlex.join(command)}\n")
