@@ -23,10 +23,15 @@ from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
+# Another flag of LoRA also needs a field of this name in SPAGArguments, with default None, and a place in `add_lora`
+# (train.py). Its name begins with lora_.
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
 # The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
 # number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
 # that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.)
+# A new field of SPAGArguments goes here if it changes the results. The loop then knows it too: it takes its settings
+# from `build_parser`, and `compared_flags` in tools/loop/record.py reads this list. A flag of one method is a Flag in
+# `flags` of its class (trainers.py), and is not listed here.
 COMPARED = (
     "train_method",
     "lora_rank",
@@ -120,7 +125,9 @@ class SPAGArguments(MethodArguments):
         default=False,
     )
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
-    truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
+    truncation_side: str = _help(
+        "Side from which longer rows are cut; left keeps the target.", default="left", choices=["left", "right"]
+    )
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
@@ -154,7 +161,10 @@ class SPAGArguments(MethodArguments):
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32."""
+        """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32.
+
+        Weights that train need fp32 somewhere: added to a bf16 weight, a step of 2e-6 is mostly lost in rounding.
+        """
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return half if self.deepspeed or self.lora_rank else torch.float32
 
@@ -164,7 +174,7 @@ class SPAGArguments(MethodArguments):
         names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
         settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
-        if self.loss_normalization == "micro_batch":
+        if self.loss_normalization == "micro_batch":  # the loss depends on it: `Denominators` in trainers.py
             settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
             if paths := getattr(self, name):
@@ -267,7 +277,10 @@ def _check_precision(args: SPAGArguments) -> None:
 
 
 def _check_deepspeed_file(path: str) -> None:
-    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights."""
+    """Raise UserError for a scheduler that would overrule a flag, and for a ZeRO-3 run that would save no weights.
+
+    An `optimizer` in the file is allowed, and takes the place of --optim and --optim_args.
+    """
     config = utils.read_json(path)
     if "scheduler" in config:
         raise utils.UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")

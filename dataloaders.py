@@ -33,7 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class TextRow(NamedTuple):
-    """A row's texts and numbers. With `chat_template` the texts already contain all special tokens."""
+    """A row's texts and numbers. With `chat_template` the texts already contain all special tokens.
+
+    A new number passes through `normalize_row`, `encode`, COLUMNS and SPAGCollator to `method_loss` in trainers.py.
+    tools/selfplay/rows.py writes it (Row, `game_rows`), tools/controls.py must keep it, and data/README.md lists it.
+    """
 
     query: str
     target: str
@@ -75,8 +79,9 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
 def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> dict:
     """Turn a conversation, as `utils.read_row` gives it, into an SFT row: the last reply is the target.
 
-    A reply with "weight": 0 is not to be learned (OpenAI's format), so the one before it is the target. `tools` are
-    what the conversation may call; the chat template must show them.
+    A row has one target, so earlier replies belong to the query and are not learned. A reply with "weight": 0 is not
+    to be learned (OpenAI's format), so the one before it is the target. `tools` are what the conversation may call;
+    the chat template must show them.
     """
     learned = [message["role"] == "assistant" and message.get("weight") != 0 for message in messages]
     replies = [index for index, is_learned in enumerate(learned) if is_learned]
@@ -84,6 +89,7 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
         raise UserError("'messages' has no assistant message (of a weight that is not 0), which would be the target")
     before = messages[: replies[-1]]
     reply = messages[replies[-1]]
+    # With thinking, the template might open a thought in the query, which the reply would not continue.
     render = partial(utils.chat_text, tokenizer, tools=tools, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
     with user_errors(refusal, ValueError, TypeError, TemplateError):
@@ -103,8 +109,10 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens. As many labels are masked as BOS and query
-    have tokens; no id is compared, so EOS is scored even if PAD is the same token. A tokenizer without BOS adds none.
+    Query and target are tokenized separately and without special tokens: in play, too, the prompt is tokenized alone.
+    As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even if PAD is the same
+    token. A tokenizer without BOS adds none. These labels alone say which tokens are learned: to mask others, change
+    them in `encode`. A row of several learned messages also needs a TextRow that holds them.
     A row with `chat_template` is encoded as query + target: the template has written the special tokens.
 
     Returns input_ids and labels (lists of one length), weight, reward (1.0 if the row has none) and is_sft. Raises
@@ -127,6 +135,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit = tokenizer.model_max_length
+    # A row loses the beginning of its query, or, if it is cut from the right, the end of its target.
     cut = slice(-limit, None) if tokenizer.truncation_side == "left" else slice(limit)
     encoded = []
     for row, query, target in zip(rows, queries, targets, strict=True):
@@ -265,6 +274,9 @@ class SPAGCollator:
     Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
     sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one, index of shape
     (batch,).
+
+    Rows are not packed, because `row_means` in trainers.py takes each line of the batch for one row. Packing would
+    change it, and in `label_logits` the positions, and the attention, which must not cross rows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):

@@ -98,6 +98,8 @@ def run(trainer: SPAGTrainer) -> None:
     if trainer.is_world_process_zero():
         Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
+    # The last file, and the first of RESULT_FILES: `utils.stage` takes no training for finished that lacks it. What
+    # else a training shall leave is written above.
     trainer.save_metrics("train", result.metrics)
 
 
@@ -113,7 +115,7 @@ def make_saved_weights_readable(folder: str) -> None:
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
     """Read the data and the models, in this order: errors of data show before weights are loaded."""
-    set_seed(args.seed)
+    set_seed(args.seed)  # the first weights of adapters are drawn
     tokenizer = utils.load_tokenizer(
         args.model_name_or_path,
         trust_remote_code=args.trust_remote_code,

@@ -1,7 +1,11 @@
 """The losses, and a Trainer for each method, which says everything about it: loss, flags, what it reads of the rows.
 
 l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
-l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these.
+l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these. As released, l
+is a mean and not a sum, so one clip range serves short and long targets.
+
+A loss by token needs more than its formula: `score` must return numbers of tokens, and `ref_logprobs`,
+`_reference_pass` and REFERENCE_FILE, which hold one number a row, must hold those of the reference.
 """
 
 import contextlib
@@ -96,7 +100,10 @@ Metrics = dict[str, Tensor | Mean | Largest]
 
 
 def token_logprob(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability of each target under its logits, in fp32: (N, vocabulary), (N,) -> (N,)."""
+    """Log-probability of each target under its logits, in fp32: (N, vocabulary), (N,) -> (N,).
+
+    In bf16 l - l_ref, a small difference of two such numbers, would be lost in rounding.
+    """
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
@@ -173,7 +180,9 @@ def sft_kl_loss(
 ) -> tuple[Tensor, Metrics]:
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
-    Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch.
+    Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch. As released,
+    beta's factor is the summand of the KL that belongs to the row's own target, with means over tokens in the place of
+    sums. It is no estimate from samples, because the policy has not drawn this target.
     """
     log_ratio = logprob - ref_logprob
     kl = logprob.exp() * log_ratio
@@ -207,11 +216,15 @@ def offline_po_loss(
     a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
-    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. The numbers of rows are by default those of
-    the batch; a kind without rows contributes 0.
+    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. False is the released loss; configs/README.md
+    compares the two. The numbers of rows are by default those of the batch; a kind without rows contributes 0. Each
+    kind is divided by its own number, so alpha weighs two means and does not depend on the mix of rows.
+
+    `method_loss` of OfflinePOTrainer and `loss` in tools/spag.py call this; a new argument goes into both.
     """
     sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
+    # The reference has no number for SFT rows. An infinite ratio of theirs, times a mask of 0, would be NaN.
     log_ratio = torch.where(sft_mask.bool(), 0.0, logprob - ref_logprob)
     ratio = log_ratio.exp()
     advantage = rewards - kl_coeff * (log_ratio.detach() if detach_kl else log_ratio)
@@ -252,7 +265,11 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
-    """Row and token counts by which losses are divided: of a micro-batch, or a step's mean over its micro-batches."""
+    """Row and token counts by which losses are divided: of a micro-batch, or a step's mean over its micro-batches.
+
+    If they are of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
+    kind. So the size of a micro-batch then changes the results.
+    """
 
     game_rows: Tensor | float
     sft_rows: Tensor | float
@@ -304,7 +321,12 @@ class MetricSums:
 
 
 def load_model(name: str, args: "SPAGArguments") -> PreTrainedModel:
-    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains."""
+    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains.
+
+    Policy, reference, and the base of `merge_lora` in train.py are all loaded here. To load weights in another form,
+    such as 4 bits for QLoRA, change it here, and also `choose_deepspeed` in tools/loop/machine.py, which counts bytes.
+    `merge_lora` must still load them in full, because play and the next epoch load the model that it writes.
+    """
     model = utils.load_model(
         name,
         trust_remote_code=args.trust_remote_code,
@@ -434,6 +456,9 @@ class RebalancedEpochs(TrainerCallback):
     """Tells the sampler of `batch_rebalance` the run's seed and, at its begin, each epoch.
 
     The Trainer would always give it seed 42, and does not reach it when a run of several processes continues.
+
+    The sampler is the Trainer's own: `_get_train_sampler`, a method that SPAGTrainer may override. If batches are no
+    longer random, `batch_factor` in tools/controls.py is wrong, which computes with random ones.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader, **kwargs):
@@ -447,7 +472,9 @@ class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
     A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, its flags, and what it reads; parser,
-    checks, --help, recorded settings and model card follow from these. Its docstring is its help.
+    checks, --help, recorded settings and model card follow from these. Its docstring is its help. In the loop
+    training.train_method=NAME takes it. configs/default.toml sets OfflinePO's flags for self-play, and SFTwithKL's for
+    imitation; those that the new method does not have are refused unless they are taken back (training.clip_range=).
 
     The frozen reference model is not loaded if no row is compared with it, if a run that continues has stored its
     numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its adapters off, or
@@ -478,7 +505,9 @@ class SPAGTrainer(Trainer):
         most = max(column(rows, "index").max() for rows in (self.train_dataset, self.eval_dataset) if rows)
         self.ref_logprobs = torch.zeros(int(most) + 1, device=args.device)
         self.metrics = MetricSums()
-        self.not_finite = torch.zeros((), device=args.device)  # micro-batches whose loss was NaN or infinite
+        # Micro-batches whose loss was NaN or infinite. `check_finite` reads it where a step is logged, a checkpoint
+        # written or the training ended, and not at each micro-batch: reading makes a GPU wait.
+        self.not_finite = torch.zeros((), device=args.device)
         self.add_callback(BeforeFirstStep(self.before_first_step))
         if args.train_sampling_strategy == "batch_rebalance":
             self.add_callback(RebalancedEpochs())
@@ -513,7 +542,11 @@ class SPAGTrainer(Trainer):
         return {"logprobs": label_logprob(model, self.module, batch, pads_left=self.data_collator.pad_left)}
 
     def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`."""
+        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`.
+
+        A coefficient that changes in training can be computed from `self.state`: its `global_step` and `max_steps` are
+        right in a run that continues, too. Other attributes of this object begin anew then.
+        """
         raise NotImplementedError
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -558,7 +591,13 @@ class SPAGTrainer(Trainer):
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
 
     def prepare_reference(self) -> None:
-        """Compute the reference's log-probabilities. A run that continues reads those it stored."""
+        """Compute the reference's log-probabilities. A run that continues reads those it stored.
+
+        The reference is frozen, so each row's number is computed once, and no second model takes memory in training.
+        Ratio and KL read these numbers. A further reference, such as one for the KL alone, needs a flag, a line in
+        `run_settings` (arguments.py), a tensor and a file like these, and an argument of `offline_po_loss`. If the
+        reference moves in training, its numbers must be computed and stored again: this runs before the first step.
+        """
         path = Path(self.args.output_dir, REFERENCE_FILE)
         in_training = len(self.train_dataset)
         todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
@@ -580,7 +619,9 @@ class SPAGTrainer(Trainer):
     def _reference_pass(self, dataset: Dataset, model: nn.Module, module: PreTrainedModel) -> None:
         """Compute the log-probabilities of the compared rows under the reference; those of other rows stay 0.
 
-        The rows, longest first, are cut into chunks of one batch for each rank. Repeated rows fill up the last chunk.
+        The rows, longest first, are cut into chunks of one batch for each rank: batches then have little padding, and
+        the first one shows whether memory is enough. Repeated rows fill up the last chunk, because ranks can gather
+        only tensors of one shape.
         """
         rows = self._compared(dataset)
         rows = rows[np.argsort(-column(dataset, "length")[rows], kind="stable")]
@@ -708,7 +749,11 @@ class SPAGTrainer(Trainer):
         return f"{ABOUT}\n{listed}\n{CITATION}"
 
     def log(self, logs, start_time=None):
-        """Log these numbers and, beside a loss, our metrics since the last log."""
+        """Log these numbers and, beside a loss, our metrics since the last log.
+
+        All ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may stop the training on
+        them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks alike.
+        """
         if "loss" in logs:
             self.check_finite()
             logs |= self.metrics.take(self.accelerator)
@@ -726,6 +771,7 @@ KL_HELP = "beta: weight of the KL to the reference model."
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
+    # There is no flag loss_normalization: transformers' own cross-entropy is a mean over the step's tokens too.
     reads_weights = False
 
     def method_loss(self, batch, denominators):

@@ -1,4 +1,7 @@
-"""What all programs share: errors, ranks, files, models, finished work. No torch; importing this changes nothing."""
+"""What all programs share: errors, ranks, files, models, finished work. No torch; importing this changes nothing.
+
+So programs without a model start at once, and the loop, which imports this, touches no GPU.
+"""
 
 import errno
 import functools
@@ -38,7 +41,8 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", 
 BYTE_LEVEL = re.compile(r'"type":\s*"ByteLevel"')
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-DAY = "26 Jul 2024"  # what templates that tell the date are given, so that prompts do not change from day to day
+# What templates that tell the date are given, so that prompts do not change from day to day: the default of Llama 3's.
+DAY = "26 Jul 2024"
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
 SAMPLES = 4096  # of a file of weights, which a model's digest reads
 SAMPLE_BYTES = 4096  # the length of a sample
@@ -235,7 +239,8 @@ def launch_store():
 def on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
 
-    All ranks must call this. A barrier for rank 0 only, which waits for all; the others wait for rank 0's answer.
+    All ranks must call this. A barrier for rank 0 only, which waits for all; the others wait for rank 0's answer. It
+    goes through the launcher's store, because play makes no process group, and NCCL's would end a long wait.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -464,6 +469,9 @@ def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_ro
 
     A field that is null counts as absent, and messages count where there is no target. `from_alpaca` makes prompt and
     target of Alpaca's fields. UserError for a record with neither texts nor a conversation.
+
+    A further format is turned into one of the two here. If it becomes a conversation, `sft_row` in
+    tools/selfplay/rows.py must change too: it copies the record's own `messages`, not those that this returns.
     """
     row = {key: value for key, value in record.items() if value is not None}
     messages = row.pop("messages", None)
@@ -592,7 +600,7 @@ def from_folder(auto, name: StrPath, **options):
 
 
 def load_model(name: StrPath, **options):
-    """A causal language model in eval mode, from safetensors.
+    """A causal language model in eval mode, from safetensors: weights that are pickled could run code.
 
     UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
     """
@@ -704,7 +712,11 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 
 
 def model_setting(name: str) -> dict:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples."""
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
+
+    Each start asks for it, and would wait while all weights of a large model are read. Training changes weights all
+    over the file, so samples show it.
+    """
     folder = model_folder(name)
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
