@@ -30,8 +30,9 @@ LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules"
 # number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
 # that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.)
 # A new field of SPAGArguments goes here if it changes the results. The loop then knows it too: it takes its settings
-# from `build_parser`, and `compared_flags` in tools/loop/record.py reads this list. A flag of one method is a Flag in
-# `flags` of its class (trainers.py), and is not listed here.
+# from `build_parser`, and `compared_flags` in tools/loop/record.py reads this list. If its default is not None,
+# train.py refuses outputs that were made without it: `differences` in utils.py takes a missing setting for None. A
+# flag of one method is a Flag in `flags` of its class (trainers.py), and is not listed here.
 COMPARED = (
     "train_method",
     "lora_rank",
@@ -136,7 +137,7 @@ class SPAGArguments(MethodArguments):
         _check_precision(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
             self.ref_model_name_or_path = self.model_name_or_path
-        if self.warmup_ratio is not None:  # as in transformers 4
+        if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share
             self.warmup_steps = self.warmup_steps or self.warmup_ratio
             self.warmup_ratio = None
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
@@ -235,6 +236,7 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that make no step, for seeds out of range, and for packages that are missing."""
+    # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     has_steps = args.max_steps > 0

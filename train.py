@@ -300,7 +300,12 @@ def check_tied_weights(adapted) -> None:
 
 
 def merge_lora(trainer: SPAGTrainer) -> None:
-    """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights."""
+    """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights.
+
+    The loop plays with this model, and trains new adapters on it in the next epoch (`trained_model` in
+    tools/run_spag.py). Switched off, these leave the model that played, which must be the reference. Adapters that
+    go on over epochs would need another one: switched off, they leave the model that they were first added to.
+    """
     from peft import PeftModel
     from transformers.integrations import deepspeed as deepspeed_integration
 

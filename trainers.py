@@ -111,6 +111,7 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
+    This is the definition, which tests compare with `label_logprob`; training never makes all logits.
     """
     predicting = logits[:, :-1]
     targets = labels[:, 1:]
@@ -458,7 +459,7 @@ class RebalancedEpochs(TrainerCallback):
     The Trainer would always give it seed 42, and does not reach it when a run of several processes continues.
 
     The sampler is the Trainer's own: `_get_train_sampler`, a method that SPAGTrainer may override. If batches are no
-    longer random, `batch_factor` in tools/controls.py is wrong, which computes with random ones.
+    longer random, `batch_factor` in tools/controls.py is wrong, because it assumes random ones.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader, **kwargs):
@@ -544,6 +545,7 @@ class SPAGTrainer(Trainer):
     def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
         """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`.
 
+        A loss that compares rows, such as of pairs, needs a sampler that keeps them together (see RebalancedEpochs).
         A coefficient that changes in training can be computed from `self.state`: its `global_step` and `max_steps` are
         right in a run that continues, too. Other attributes of this object begin anew then.
         """
@@ -562,7 +564,11 @@ class SPAGTrainer(Trainer):
         return loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss of an evaluation batch; the Trainer averages it over rows."""
+        """The loss of an evaluation batch; the Trainer averages it over rows.
+
+        Each batch is normalized by itself, also with --loss_normalization step, because evaluation has no steps. Only
+        the loss is logged: `compute_loss` collects the metrics of training alone.
+        """
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
@@ -642,7 +648,7 @@ class SPAGTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-        """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
+        """Yield the reference in eval mode, without random dropout: the model to call, and the causal LM inside it."""
         self.model.eval()  # until the first step
         policy = self.args.run_settings["model_name_or_path"]
         reference = self.args.run_settings["ref_model_name_or_path"]

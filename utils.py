@@ -1,6 +1,6 @@
 """What all programs share: errors, ranks, files, models, finished work. No torch; importing this changes nothing.
 
-So programs without a model start at once, and the loop, which imports this, touches no GPU.
+So programs without a model start quickly, and the loop, which imports this, touches no GPU.
 """
 
 import errno
@@ -844,7 +844,10 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
-    """A phrase for each setting that differs. Files and models differ if their sha256 does."""
+    """A phrase for each setting that differs. Files and models differ if their sha256 does.
+
+    A setting that is missing counts as None, so a new one with another default makes older results differ.
+    """
     phrases = []
     for name in {**old, **new}:
         then = old.get(name)
