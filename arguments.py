@@ -126,9 +126,8 @@ class SPAGArguments(MethodArguments):
         default=False,
     )
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
-    truncation_side: str = _help(
-        "Side from which longer rows are cut; left keeps the target.", default="left", choices=["left", "right"]
-    )
+    # Left is the default because the target is at the end.
+    truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
     logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
     warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
 
