@@ -117,7 +117,13 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
-    """All rows, and what the record notes of the games: how they ended, and the weights of roles."""
+    """All rows, and what the record notes of the games: how they ended, and the weights of roles.
+
+    To leave out games, choose among `records` before they are judged: the weights of roles count all games that are
+    judged, of all files together. In the loop `rewards_step` in tools/run_spag.py names the games of one epoch. Games
+    of earlier epochs can be added there, but they were played by other models than the reference (`training_step`
+    there), with which the importance ratio compares.
+    """
     episodes = []
     results = []
     for path in flags.input_data_path:
@@ -136,9 +142,10 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
     rng = random.Random(flags.seed)
+    # Prompts are drawn row by row, as in the release: more rows, as with --losers, change the prompts of later rows.
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
     made = rows.game_rows(game, episodes, results, flags, prompt, thinking=flags.thinking)
-    if not made:
+    if not made:  # under the control cloning, training would not notice: it then takes SFT rows alone
         raise UserError(
             f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "
             "a model that has not learned the rules by imitation, one that never ends a reply"

@@ -36,6 +36,7 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
 
     OfflinePO adds a mean over game rows and one over SFT rows of a batch of `rows_at_once` rows (None: of all), and a
     batch without a kind lacks its term. Here all rows are in one mean, so the rows of a kind get its `batch_factor`.
+    OfflinePO multiplies the mean over SFT rows by `sft_coeff`, so the weights of former game rows are divided by it.
     """
     batch_size = rows_at_once or math.inf
     sft_rows = sum(map(is_sft, rows))
@@ -67,7 +68,11 @@ def batch_factor(number: int, total: int, batch_size: float) -> float:
 class Control(FlagGroup):
     """A way to make rows from rows; one that CONTROLS lists is a value of the loop's setting `control` too.
 
-    The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in run_spag.py.
+    The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in
+    tools/run_spag.py; any other flag must be added there, or it keeps its default. Training runs with the settings of
+    [training], as without a control. A new control has a method `make`, and its docstring is what --help shows. If it
+    needs a setting or a file, let `check_control` in tools/loop/inputs.py demand it before the first stage. A flag
+    that names a file of rows also belongs to the names that `main` turns into `rows_setting`.
     """
 
     # In the loop. True: the run plays games, and `rows` are of its winners. False: they are those of the run `like`.
@@ -80,7 +85,7 @@ class Control(FlagGroup):
 
 @dataclass(kw_only=True)
 class Sft(ChatFlags, Control):
-    """SFT examples alone, repeated to as many rows as the file of rows has."""
+    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps."""
 
     plays_games = False
     makes_game_rows = False
@@ -95,7 +100,7 @@ class Sft(ChatFlags, Control):
 
 @dataclass(kw_only=True)
 class Silent(Control):
-    """The same rows, with weight 0 for rows of games."""
+    """The same rows, with weight 0 for rows of games, so that batches, steps and learning rates stay the same."""
 
     plays_games = False
 
@@ -113,6 +118,7 @@ class Cloning(Control):
     rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
 
     def make(self, rows: list[dict]) -> list[dict]:
+        # Such a row would be made less likely without limit, since nothing clips the loss of an SFT row.
         if any(row.get("reward", 0.0) < 0 for row in rows):
             raise UserError(f"{self.rows} has rewards below 0, of losers or ties; cloning imitates winners only")
         return cloned(rows, self.sft_coeff, self.rows_at_once)

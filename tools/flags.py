@@ -1,4 +1,9 @@
-"""The command lines of the programs in tools/: dataclasses whose fields are flags. No torch."""
+"""The command lines of the programs in tools/: dataclasses whose fields are flags. No torch.
+
+One declaration serves the program, the loop, whose settings are the flags of its stages (PROGRAMS in
+tools/loop/keys.py), and code that makes the dataclass itself (tools/spag.py). transformers has such a parser too, but
+importing it takes seconds. Only train.py uses it, because its flags extend the Trainer's (arguments.py).
+"""
 
 import argparse
 import dataclasses
@@ -32,6 +37,12 @@ def flag(
     `names` are older names of the flag. `unique`: the values of a list must differ in what this function gives for
     them. `neutral`: the value of a sampling parameter that changes nothing (Sampling in tools/players/player.py). The
     keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
+
+    A field is annotated as str, int, float, bool, one of these | None, or a list of one; for another type give `type`,
+    a function of the text. tools/assign_rewards.py and tools/controls.py compare each of their flags between two
+    starts, unless ELSEWHERE or `elsewhere` there names it. Play and matches compare a new flag of PlayFlags only if it
+    is a field of Sampling, or if COMPUTING in tools/players/flags.py names it. Other programs compare the flags that
+    their `main` puts into its settings.
     """
     bounds = {bound: settings.pop(bound) for bound in BOUNDS if bound in settings}
     metadata = {
@@ -58,7 +69,7 @@ class FlagGroup:
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, which keeps the lines of its description. A boolean flag needs no value.
 
-    A wrong flag is a UserError.
+    With abbreviations --seed would set --seeds in tools/evaluate_games.py. A wrong flag is a UserError.
     """
 
     def __init__(self, **settings):

@@ -6,7 +6,8 @@
         --task_type sampling --max_length 2048 --max_new_tokens 256 --bf16 True --tf32 True
 
 Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are stored at once: after a kill, the same
-command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as one process.
+command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as one process. For
+several games of a word write it into the list several times; in the loop set games_per_word.
 """
 
 from dataclasses import dataclass

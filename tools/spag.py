@@ -99,8 +99,9 @@ def rows(
 ) -> list[Row]:
     """Training rows: query, target, reward, role and weight of each message that gets a reward.
 
-    `prompt` is "play", or "random" for the paper's prompts, drawn by `seed`. `flags` are those of assign_rewards:
-    decay_weight, losers, ties, messages. Rows in a chat template are made by that program alone.
+    `prompt` is "play", the prompt under which the message was sampled, or "random" for the paper's prompts, drawn
+    by `seed`. `flags` are those of assign_rewards: decay_weight, losers, ties, messages. Rows in a chat template are
+    made by that program alone. Weights count all episodes of the call. A row does not name its episode.
     """
     options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
@@ -130,7 +131,9 @@ def batch(
 def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip_range=0.2, detach_kl=False):
     """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
 
-    Rows with negative rewards need `detach_kl`, or their log-ratio runs away.
+    Rows with negative rewards need `detach_kl`, or their log-ratio runs away. The reference computes each batch here;
+    in train.py it computes all rows once, before the first step. A new term belongs into `offline_po_loss` in
+    trainers.py, with an argument here and a flag in OfflinePOTrainer there.
     """
     import torch
 

@@ -19,7 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Episode(TypedDict):
-    """One finished game; the format is described in data/README.md."""
+    """One finished game; the format is described in data/README.md.
+
+    Neither prompts nor token ids are stored. `prompt_fn` in tools/selfplay/rows.py makes prompts anew, and training
+    tokenizes the texts of rows, which may give other tokens than those that were sampled.
+    """
 
     index: int  # in the word list, from 0
     target_word: str
@@ -31,7 +35,10 @@ class Episode(TypedDict):
 
 
 class EpisodeFiles:
-    """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order."""
+    """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order.
+
+    A game is known by its index in `words`, so a word that stands there several times is played that many times.
+    """
 
     def __init__(self, folder: str | Path, stem: str, words: Sequence[str], game: Game):
         self.folder = Path(folder)
@@ -68,7 +75,11 @@ class EpisodeFiles:
         return episodes
 
     def missing(self) -> list[tuple[int, str]]:
-        """This rank's part of the games that are not finished: (index, word) pairs."""
+        """This rank's part of the games that are not finished: (index, word) pairs.
+
+        The parts are fixed, because ranks do not talk to each other while they play: they share the folder alone. So a
+        rank that has played its part takes none of another's.
+        """
         finished = self.finished()
         if rank() == 0 and finished:
             logger.info("continues: %d of %d games are there", len(finished), len(self.words))
@@ -82,8 +93,8 @@ class EpisodeFiles:
         line = json.dumps(episode, ensure_ascii=False)
         # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
         self.rank_file.write(line.encode(errors="backslashreplace") + b"\n")
-        self.rank_file.flush()
-        os.fsync(self.rank_file.fileno())
+        self.rank_file.flush()  # the game outlives this process
+        os.fsync(self.rank_file.fileno())  # and a crash of the machine
 
     def merge(self) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier."""
@@ -92,7 +103,7 @@ class EpisodeFiles:
             return missing
         episodes = [finished[index] for index in sorted(finished)]
         write_json(self.summary_path, summary(self.game, episodes))
-        write_records(self.results_path, episodes)
+        write_records(self.results_path, episodes)  # last: where this file is, the run is finished (`patterns`)
         return 0
 
     def finish(self) -> None:
@@ -109,7 +120,12 @@ class EpisodeFiles:
 
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
-    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`."""
+    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`.
+
+    A number that is added here stands in STEM_summary.json alone. To show it, name it in `summary_line`, in
+    `play_charts` in tools/measure/report_page.py and, for studies, in `play_numbers` in tools/lab/table.py. The
+    numbers of a player in matches are made by `summarise` in tools/measure/matches.py.
+    """
     outcomes = Counter[str]()
     counts = Counter[str]()
     for episode in episodes:
@@ -125,7 +141,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
             thoughts=sum("thought" in reply for reply in replies),
             cut_thoughts=sum(thought_is_open(reply) and reply["finish_reason"] == LENGTH for reply in replies),
         )
-    won = Counter[str | None]()  # games that a role won without a breach
+    won = Counter[str | None]()  # games that a role won without a breach, by default those that pay it
     for outcome in game.outcomes:
         if not outcome.breach:
             won[outcome.winner] += outcomes[outcome.name]

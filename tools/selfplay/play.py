@@ -51,6 +51,7 @@ async def play_game(
     outcome, length = game.judge(history, task, max_turns)
     return {
         "index": index,
+        # `check_episode` in tools/games/game.py takes an episode without this key for one of DEFAULT_GAME.
         **({} if game.name == DEFAULT_GAME else {"game": game.name}),
         "target_word": task,
         "max_turns": max_turns,
@@ -78,8 +79,9 @@ async def play_games(
 ) -> None:
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
-    A game that cannot go on because a reply is unavailable is left out, with a warning. UserError for a task that
-    holds the text of a special token of the players.
+    Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
+    cannot go on because a reply is unavailable is left out, with a warning. UserError for a task that holds the text
+    of a special token of the players.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
@@ -152,7 +154,7 @@ def play_words(
         with closing(bar):
             asyncio.run(games)
     except (EOFError, KeyboardInterrupt) as left:  # by Ctrl-D, by Ctrl-C
-        if not at_terminal:
+        if not at_terminal:  # `run_program` in utils.py says that the program was stopped
             raise
         print("\nYou have left. The same command plays the games that are missing.")
         sys.exit(UNFINISHED if isinstance(left, EOFError) else INTERRUPTED)

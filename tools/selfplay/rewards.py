@@ -17,8 +17,18 @@ ALL = "all"
 
 @dataclass(kw_only=True)
 class RewardFlags(FlagGroup):
+    """What a game pays. Each field is a flag of tools/assign_rewards.py, a setting of the loop's table [rewards], and
+    an argument of `rows` in tools/spag.py. All of them are compared between two starts.
+
+    A baseline over all games, such as the mean of a role, can be subtracted at the end of `game_rows` in
+    tools/selfplay/rows.py, where all rewards are known. A flag that makes rewards below 0 also belongs into `negative`
+    in `check_rows` of tools/loop/inputs.py: training takes such rewards only with --detach_kl True (`check_rows` in
+    train.py). `Cloning` in tools/controls.py never takes them.
+    """
+
     group = "rewards"
 
+    # The defaults are the paper's: gamma 0.8, and rows of winners alone.
     decay_weight: float = flag(
         "reward decay gamma, applied backwards from the last message", default=0.8, above=0, at_most=1
     )
@@ -56,7 +66,8 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
     """Judge the episodes of which rows are made. UserError for an invalid one, and for a message out of turn.
 
     A query is the prompt of the role whose turn it is: under it, another role's message would be taught to the wrong
-    player. `where` and `first` name an episode as in `check_episodes`.
+    player. `game_result` says why a stored outcome is not taken. `where` and `first` name an episode as in
+    `check_episodes`.
     """
     check_episodes(game, episodes, where, first)
     results = [game_result(game, episode) for episode in episodes]
@@ -73,7 +84,13 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
 
 
 def game_result(game: Game, episode: Mapping) -> Result:
-    """Judge a valid episode. Raises ValueError for rewards that a game may not pay."""
+    """Judge a valid episode. Raises ValueError for rewards that a game may not pay.
+
+    A stored outcome does not count: games of other people have none, and play may have had other --game_options. A
+    verdict that cannot be computed again, such as a model's, must be read from the episode here. `play_game` in
+    tools/selfplay/play.py must then ask for it and store it, also to know when play ends (`is_over`), and `judge` in
+    tools/spag.py must read it. The report and matches take the stored outcome already.
+    """
     outcome, length = game.verdict(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
     for role, reward in rewards.items():
@@ -95,7 +112,9 @@ class Payment(NamedTuple):
 def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
-    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0.
+    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted and
+    not rows, because the rows of a winner share the reward of its game, however many they are. If each game pays 1,
+    weight times reward sums to N / 2 over the rows that a role has won. The 2 is the number of roles.
     """
     games = Counter(role for result in results for role in result.rewards)
     return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
@@ -106,7 +125,12 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
 
     With `messages` ALL every message of both roles gets 1. Otherwise the game pays its winners. With `losers` above 0
     the loser gets -losers times the winner's reward, at the winner's weight. With `ties` above 0 both roles of a tied
-    game that pays nobody get -ties. A breach costs nobody anything.
+    game that pays nobody get -ties. A breach costs nobody anything: by default it pays nobody, as in the release,
+    since the winner's messages have not won the game. So there is no reward of which the loser could pay a part.
+
+    A tie has no winner whose weight it could take. It has weight 1, the mean weight of decided games if each role wins
+    some. For rows of one role alone, leave the other role out of what this returns, and give weight 1, since nothing
+    is to be balanced; `make_rows` in tools/assign_rewards.py must then note these weights.
     """
     if flags.messages == ALL:
         return dict.fromkeys(game.roles, Payment(1.0, 1.0))
@@ -121,7 +145,12 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
 
 
 def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float]:
-    """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each."""
+    """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each.
+
+    To pay messages for what they say, give this function the history too; `game_rows` in tools/selfplay/rows.py, which
+    calls it, has it. Rewards that a model computes do not belong here, since rows are made without torch. Write them
+    into the file of rows between two starts of the loop; README.md, "Use a piece in your code", shows how.
+    """
     if flags.messages == ALL:
         return [reward] * count
     return [reward * share for share in decay_shares(count, flags.decay_weight)]

@@ -39,7 +39,13 @@ PLAY = "play"
 
 
 class Row(TypedDict, total=False):
-    """One example of training; the format is described in data/README.md."""
+    """One example of training; the format is described in data/README.md.
+
+    Training ignores fields that it does not know. So a field for your own scripts, such as the word of the game, is a
+    key here and in `game_rows`. A number that a loss shall read goes on through TextRow, `normalize_row`, `encode`,
+    COLUMNS and SPAGCollator in dataloaders.py to OfflinePOTrainer and `offline_po_loss` in trainers.py. `loss` in
+    tools/spag.py calls the latter too.
+    """
 
     query: str
     target: str
@@ -91,6 +97,9 @@ def prompt_fn(
     """The function that makes queries of the kind PLAY or RANDOM; the latter are training prompts drawn with `rng`.
 
     In a chat template, RANDOM ones differ from those of play by their rule text alone.
+
+    RANDOM is the paper's, so that no layout is learned by heart. The message was sampled under the prompt of play. So
+    the importance ratio of such a row compares two models under another prompt than that; with PLAY it is the same.
     """
     if kind not in (RANDOM, PLAY):
         raise UserError(f"training_prompt is {kind!r}; it must be {RANDOM!r} or {PLAY!r}")
@@ -113,7 +122,8 @@ def game_rows(
     """The rows of games and their results, in the order of episodes and messages.
 
     There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
-    with the thoughts of their replies.
+    with the thoughts of their replies. Games of other people may go on after the decision; what follows is no part of
+    the game.
     """
     weights = role_weights(game, results)
     rows: list[Row] = []
@@ -130,7 +140,7 @@ def game_rows(
                 continue
             row: Row = {
                 "query": prompt(history[:index], task, episode["max_turns"]),
-                "target": message["content"].strip(),
+                "target": message["content"].strip(),  # may be empty: the end token alone is then learned
                 "reward": next(rewards[role]),
                 "role": role,
                 "weight": payments[role].weight,
@@ -186,6 +196,7 @@ def assign_rewards(
 def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
     """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
 
+    Their weight is 1, as in the release, also where a record has another one.
     With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
     do messages, which training writes in the template of its model.
     """
