@@ -152,7 +152,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         )
     if chat:
         made = [chat.row(row) for row in made]
-    if flags.sft_data_path:
+    if flags.sft_data_path:  # all of its rows; `python -m tools.controls draw` makes a file of some of them
         made += rows.read_sft_rows(flags.sft_data_path, chat)
     weights = rewards.role_weights(game, results)
     if flags.messages == rewards.ALL:

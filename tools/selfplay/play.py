@@ -125,6 +125,10 @@ def play_words(
 
     `names` are the players of roles[0] and roles[1], as on the command line. A game of which a reply is unavailable
     is not stored, so the next start plays it. `title` stands before the progress bar.
+
+    All these games have the same two players. For an opponent that changes from game to game write a Player
+    (tools/players/player.py) that chooses by `turn.index`. `make_players` in tools/players/make.py must make it, and
+    `player_setting` there must return all models that it chooses from.
     """
     if not tasks:
         return 0.0
