@@ -3,7 +3,8 @@
     python -m tools.bench play                     a random Llama of 33.5M parameters
     python -m tools.bench play --model FOLDER      your model on your machine
 
-All replies have the same length, which every engine is made to keep.
+All replies have the same length, which every engine is made to keep, so that engines differ in speed alone. The time
+to load a model is not counted.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from utils import ROOT, UserError, model_folder, read_words, run_program
 
 SEED = 42
 TURNS = 3  # of a game
-REPLY_TOKENS = 60
+REPLY_TOKENS = 60  # the length of messages for which README.md computes its hours of play
 GENERATE_SHARE = 6  # generate is slow, so it plays a sixth of the games
 VOCABULARY = 8000
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1376}

@@ -55,7 +55,11 @@ class ModelFlags(FlagGroup):
 
 @dataclass(kw_only=True)
 class EngineFlags(ModelFlags, Sampling):
-    """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes."""
+    """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes.
+
+    So a run may go on with another engine, for example on another machine. Engines draw other tokens with the same
+    probabilities, up to rounding, and the record notes which engines have played.
+    """
 
     group = "the engine of models in this process"
 

@@ -11,7 +11,9 @@ from tools.engine.local import Codec, LocalModel, OwnEngine, Prompt
 from tools.players.player import Reply
 from utils import UserError
 
-PROMPTS_AT_ONCE = 32  # unless --per_device_eval_batch_size says otherwise
+# Unless --per_device_eval_batch_size says otherwise. It is not chosen from memory: `slots_for_memory`
+# (tools/engine/memory.py) computes the sizes of caches as models of the slot engine have them.
+PROMPTS_AT_ONCE = 32
 
 
 class BatchEngine(OwnEngine):

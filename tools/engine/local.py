@@ -1,6 +1,7 @@
 """Language models in this process, and the players that speak with them.
 
-Weights are read from .safetensors files only. Code in a model folder runs only with --trust_remote_code True.
+Weights are read from .safetensors files only, because pickled weights can run code when they are loaded. Code in a
+model folder runs only with --trust_remote_code True.
 """
 
 import asyncio
@@ -69,6 +70,8 @@ class Codec:
     def encode(self, prompt: str) -> tuple[list[int], bool]:
         """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning.
 
+        Its end holds the last messages and the instruction. BOS is lost too, as in a row that training cuts on the
+        left (`encode` in dataloaders.py). `max_length` counts the reply, as that of training counts a row's target.
         UserError for a token that the model has no embedding of, and for more tokens than it has positions.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
@@ -113,7 +116,13 @@ class LocalModel:
 
 
 def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
-    """Load a model folder onto this process's device. UserError if weights are missing."""
+    """Load a model folder onto this process's device. UserError if weights are missing.
+
+    tools/evaluate_belief.py loads by this function too; vLLM does not. An option of loading, such as a
+    `quantization_config`, goes into the call of `load_model`, and its flag into ModelFlags (tools/engine/flags.py).
+    Results depend on it, so COMPUTING in tools/players/flags.py must name it, and `settings` and `measure` in
+    tools/evaluate_belief.py must take it over.
+    """
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
@@ -124,7 +133,11 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU: Apple's GPUs are not tested. UserError if others have all GPUs."""
+    """The GPU of this process, or the CPU: Apple's GPUs are not tested. UserError if others have all GPUs.
+
+    All models of a process are on this one GPU. Engines run in turn in ENGINE_THREAD, so of two GPUs one would always
+    wait. A model that one GPU cannot hold can play in this process by vLLM alone, with --tensor_parallel_size.
+    """
     if not torch.cuda.is_available():
         warn_of_idle_gpu()
         return torch.device("cpu")
@@ -136,7 +149,14 @@ def own_device() -> torch.device:
 
 
 class Prompt(NamedTuple):
-    """A prompt, with the game that it is of."""
+    """A prompt, with the game that it is of.
+
+    A sampling parameter of each role is a further field, which `LocalPlayer.reply` fills from its Turn. Its flags
+    stand in Sampling (tools/players/player.py) without `neutral`: `drawing` gives all games the same values. These
+    must apply it to each request: `sample` in tools/engine/slots.py, by a field of Request
+    (tools/engine/scheduler.py); `run` in tools/engine/generate.py; `start` in tools/engine/vllm.py; `_request` in
+    tools/players/server.py.
+    """
 
     text: str
     game_index: int
@@ -144,13 +164,22 @@ class Prompt(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes the replies of one model to the requests of many games. ENGINES in flags.py lists the classes."""
+    """Computes the replies of one model to the requests of many games. ENGINES in flags.py lists the classes.
+
+    A further engine is such a class and a line of ENGINES. It uses Codec, so that prompts, cuts and the ends of
+    replies are the same for all engines, and draws with `Sampling.drawing`. `choose_engine` (tools/players/make.py) or
+    AutoEngine (tools/engine/slots.py) choose it for `auto`, and `main` in tools/bench.py measures it. A package that
+    it needs stands in requirements.txt as a comment, and in RECORDED_PACKAGES (utils.py), so that records hold its
+    version.
+    """
 
     name: ClassVar[str]  # as in --engine
     codec: Codec
     size: int  # requests that it computes at a time
     computes_in: str  # device and type of numbers, for the log
-    size_limits_games: ClassVar[bool]  # whether a running game holds one of the `size` places
+    # Whether there are at most `size` games. True where keys and values of a game are kept between its messages: those
+    # of more games could displace each other. Plain generate keeps none, so two models can both have a full batch.
+    size_limits_games: ClassVar[bool]
 
     @classmethod
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> AbstractContextManager["StartEngine"]:
@@ -184,8 +213,8 @@ class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
     An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
-    seed get the same replies. Of two engines, the one with more open requests runs first. They run with this state of
-    torch, from which our own engines draw.
+    seed get the same replies. Of two engines, the one with more open requests runs first: its batch is fuller. They
+    run with this state of torch, from which our own engines draw.
     """
 
     def __init__(self, state: TorchState):
@@ -235,7 +264,13 @@ class Batcher:
 
 
 class LocalPlayer(Player):
-    """Plays with a model in this process. All local players of a process share one batcher."""
+    """Plays with a model in this process. All local players of a process share one batcher.
+
+    To choose among several replies, `reply` can submit the prompt several times and return one of the replies. For
+    vLLM each needs a seed of its own. `default_games_at_once` (tools/players/make.py) counts one request for each
+    game. A flag for it in Sampling (tools/players/player.py) is recorded, and stands here in
+    `self.engine.codec.sampling`. ServerPlayer (tools/players/server.py) needs the same.
+    """
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine = engine

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
 
-BLOCK = 32  # tokens of a block
+BLOCK = 32  # tokens of a block; larger blocks leave more places empty, smaller ones make longer block tables
 PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory of activations
 
 

@@ -155,7 +155,8 @@ def _compute(model, step: Step) -> torch.Tensor:
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
     """Draw one index for each row of (rows, choices) probabilities.
 
-    Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU.
+    Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU. Sums are
+    float64, because float32 would lose the small probabilities of a large vocabulary.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     totals = sums[:, -1:]
@@ -165,7 +166,11 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The changes to logits that `generate` makes before it samples, in the same order."""
+    """The changes to logits that `generate` makes before it samples, in the same order.
+
+    They see no earlier tokens: `SlotEngine.sample` passes None. A repetition penalty would also have to change
+    `sample`, where a slot's `token_ids` are its prompt and reply so far.
+    """
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))

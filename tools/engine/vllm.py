@@ -1,4 +1,7 @@
-"""vLLM in this process (`--engine vllm`). It gets token ids and a seed for each request, and returns token ids."""
+"""vLLM in this process (`--engine vllm`). It gets token ids and a seed for each request, and returns token ids.
+
+So Codec (tools/engine/local.py) turns prompts into token ids and token ids into replies, as for our own engines.
+"""
 
 import functools
 import importlib.util
@@ -73,6 +76,7 @@ class VLLMEngine:
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
+        # --generation-config vllm: sampling parameters that we leave unset must not come from the model folder.
         argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
         argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
         argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
@@ -134,7 +138,8 @@ class VLLMEngine:
 def _start(argv: list[str]):
     """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher.
 
-    If it does not start, whatever the reason, its traceback is logged, and a UserError names the other engines.
+    If it does not start, whatever the reason, its traceback is logged, and a UserError names the other engines. None
+    of them takes over, not even for `--engine auto`: a person decides whether play may be slower.
     """
     names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
     hidden = {name: os.environ.pop(name) for name in names}

@@ -17,6 +17,14 @@ COMPUTING = (*(field.name for field in dataclasses.fields(Sampling)), "dtype", "
 
 @dataclass(kw_only=True)
 class PlayFlags(GameFlags, EngineFlags, ServerFlags):
+    """The flags of tools/play_llm_game.py, tools/evaluate_games.py and `play` of tools/spag.py.
+
+    The loop takes them in its tables [play] and [match], except those that it sets itself (tools/loop/keys.py). A flag
+    that changes games belongs into COMPARED, which the loop reads, and into `settings`, which play records; a field of
+    Sampling is in both. One that only says how a machine computes belongs into THIS_MACHINE (tools/loop/record.py), so
+    that `like=` does not take it over.
+    """
+
     group = "play"
     # The flags that games depend on; all others say how and where they are computed.
     COMPARED: ClassVar = ("game", "game_options", "prompt_templates", "max_turns", *COMPUTING)

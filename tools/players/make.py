@@ -1,4 +1,10 @@
-"""From the players' names on the command line to players. Models that play are loaded here, and torch with them."""
+"""From the players' names on the command line to players. Models that play are loaded here, and torch with them.
+
+A further kind of player is a subclass of Player (tools/players/player.py). Its name is read in `is_local`,
+`player_setting` and `make_players`. `default_games_at_once` must count how many messages it answers at once: a player
+that is not counted there is taken for a function, which answers at once. A class of its flags is a base of PlayFlags
+(tools/players/flags.py). The help texts in tools/play_llm_game.py and tools/evaluate_games.py list the kinds.
+"""
 
 import gc
 import logging
@@ -40,7 +46,7 @@ def is_local(name: str | Choose) -> bool:
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
 
-    Logs which engine plays, and why.
+    Logs which engine plays, and why. The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py).
     """
     if not any(map(is_local, names)):
         return flags
@@ -60,7 +66,11 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part."""
+    """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part.
+
+    `differences_from_play` in tools/assign_rewards.py reads "api" and "path" to compare the prompts of rows with those
+    of play.
+    """
     if name.startswith(SERVER):
         return {"path": name, "api": flags.openai_api}
     if name.startswith(SCRIPTED):
@@ -91,9 +101,11 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory. `games_left` is part of the seed, so a continued run does not draw the
-    same again; vLLM's draws depend on game and message alone. `note_engines` is given the names of engines once they
-    have started.
+    The models of an earlier match leave memory, unless this one has the same players and flags: matches that differ
+    in words and seed alone follow each other. Our own engines draw from one generator for all games. `games_left` is
+    part of its seed, so that a continued run does not repeat the draws of the games that are there. It is part of the
+    seeds for servers, so that a game that a server has refused is drawn anew. vLLM's draws depend on seed, game and
+    message alone. `note_engines` is given the names of engines once they have started.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games
@@ -128,7 +140,10 @@ def make_players(
 
 
 def default_games_at_once(players: Iterable[Player], engines: Collection["Engine"], games_left: int) -> int:
-    """As many games as the players answer messages at once, so that none of them waits for work."""
+    """As many games as the players answer messages at once, so that none of them waits for work.
+
+    An engine whose `size_limits_games` is true allows at most its `size`, also beside another engine.
+    """
     servers = sum(isinstance(player, ServerPlayer) for player in players)
     answered_at_once = servers * SERVER_GAMES + sum(engine.size for engine in engines)
     if not answered_at_once:  # functions answer at once

@@ -22,7 +22,13 @@ CLOSING_TAGS = tuple(prompts.THOUGHT_TAGS.values())
 
 @dataclass(frozen=True)
 class Turn:
-    """All that the player who speaks next may know."""
+    """All that the player who speaks next may know.
+
+    Both players get the same `templates`, which hold an instruction for each role, and rules for both. A prompt file
+    for each role or player needs a choice in `play_game` (tools/selfplay/play.py). The same choice is then needed
+    where rows and belief make prompts: `prompt_fn` (tools/selfplay/rows.py) and `guesser_prompts`
+    (tools/measure/belief.py). `game_settings` (tools/flags.py) must record all files.
+    """
 
     game: Game
     role: str
@@ -57,6 +63,10 @@ class Sampling(FlagGroup):
     A flag with a `neutral` value is a parameter with which tokens are drawn. Its name is that of transformers'
     GenerationConfig, of vLLM's SamplingParams and of the servers' JSON, so `generate`, vLLM and servers get it from
     `drawing` as it is. Our own engine applies it in `_warpers` (tools/engine/slots.py).
+
+    PlayFlags (tools/players/flags.py) compares and records all fields. A run that was recorded without a new field
+    differs in it, unless its default is None, so play refuses to continue that run. The defaults of max_length,
+    max_new_tokens, temperature and top_k are those of the paper's released code.
     """
 
     group = "prompts and replies"
@@ -102,7 +112,13 @@ class Sampling(FlagGroup):
 
 @dataclass(frozen=True)
 class Reply:
-    """One message of a player. With --thinking True, `thought` and `text` together are exactly what it wrote."""
+    """One message of a player. With --thinking True, `thought` and `text` together are exactly what it wrote.
+
+    A further field has a default, for players that do not know it. Engines give it to `Codec.decode`
+    (tools/engine/local.py), and ServerPlayer sets it in `_read`. Play stores it, unless it is None.
+    There are no log-probabilities of the sampled tokens: the loss needs those at temperature 1 over all tokens, but
+    play draws with temperature and top_k. `prepare_reference` in trainers.py computes them.
+    """
 
     text: str  # the message, with blanks around it
     finish_reason: str  # STOP or LENGTH
@@ -129,13 +145,14 @@ class Reply:
 def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
     """The thought that begins a text, up to and including the last closing tag, and the message after it ("" if none).
 
-    With `needs_tag`, a text without any tag is a message; otherwise its thought has begun in the prompt.
+    With `needs_tag`, a text without any tag is a message; otherwise its thought has begun in the prompt. The last
+    closing tag counts, so that nothing of a second thought reaches the other player.
     """
     if needs_tag and not any(tag in text for tag in prompts.ALL_THOUGHT_TAGS):
         return "", text
     ends = [text.rfind(tag) + len(tag) for tag in CLOSING_TAGS if tag in text]
     end = max(ends, default=len(text))
-    if any(tag in text[end:] for tag in OPENING_TAGS):
+    if any(tag in text[end:] for tag in OPENING_TAGS):  # a further thought, which has no end
         end = len(text)
     return text[:end], text[end:]
 
@@ -163,7 +180,10 @@ def reply_without(special: frozenset[str], stored: dict) -> dict:
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
-    """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests."""
+    """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests.
+
+    Two requests for the same message get the same seed.
+    """
     return random.Random(f"{seed}/{turn.index}/{len(turn.history)}").getrandbits(63)
 
 

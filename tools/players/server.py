@@ -37,7 +37,9 @@ OK = 200
 WRONG_KEY = (401, 402)
 WRONG_ADDRESS = (404, 405)
 REFUSED = (400, 403, 422)
-MOST_REFUSED = 3  # so many refusals and answers that are no replies end the run, if there was no reply
+# So many refusals and answers that are no replies end the run, if there was no reply. One may be due
+# to its word alone.
+MOST_REFUSED = 3
 PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 
@@ -73,7 +75,12 @@ def api_key() -> str:
 
 
 def connect(flags: ServerFlags):
-    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used."""
+    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used.
+
+    All players behind servers share one URL and one key. For a server of each player, the URL must stand in the
+    player's name: `make_players` (tools/players/make.py) gives ServerPlayer what follows `openai:`. There
+    `player_setting` must leave the URL out again, because a server may move between two starts of a run.
+    """
     require("openai", "openai>=3.54,<4")
     import openai
 
@@ -153,6 +160,12 @@ class ServerPlayer(Player):
         return reply
 
     def _request(self, turn: Turn, limit: str, all_fields: bool) -> dict:
+        """The JSON of a request. A chat gets the prompt of local play as one user message.
+
+        So both endpoints get the same prompt, and --chat_template has no effect here. To send each turn as a message
+        of its own, take `chat_messages` (tools/games/chat.py). That makes other games, so `player_setting`
+        (tools/players/make.py) must return it. `differences_from_play` (tools/assign_rewards.py) must know it too.
+        """
         sampling = self.flags
         prompt = whole_characters(turn.prompt())
         fields: dict[str, object] = {"temperature": 0}
@@ -189,6 +202,8 @@ class ServerPlayer(Player):
             reply = replace(Reply.read(written, finish_reason, tokens, needs_tag=True), thought=None)
         else:
             reply = Reply(written, finish_reason, tokens)
+        # In a chat, thoughts that are hidden or dropped may have taken all tokens, so an empty text is an error here.
+        # At `completions` it is a reply, as it is for a local model.
         if self.chat and not join_thought(reply.thought or "", reply.text).strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
         return reply
