@@ -86,6 +86,9 @@ class Codec:
         """The reply that these token ids are, up to the first end token. Other special tokens are left out.
 
         `known`: all other fields of Reply that the engine knows, such as `prompt_cut`.
+        Only tokens end a reply. A stop text can be cut off here, but engines would compute on behind it. To stop
+        there, change `_append` in tools/engine/slots.py, `generation_config` in tools/engine/generate.py, and `start`
+        in tools/engine/vllm.py, which asks vLLM for no text. For servers change `_request` (tools/players/server.py).
         """
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
@@ -213,8 +216,9 @@ class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
     An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
-    seed get the same replies. Of two engines, the one with more open requests runs first: its batch is fuller. They
-    run with this state of torch, from which our own engines draw.
+    seed get the same replies, unless the other player is a server, which answers at its own time. Of two engines, the
+    one with more open requests runs first: its batch is fuller. They run with this state of torch, from which our own
+    engines draw.
     """
 
     def __init__(self, state: TorchState):

@@ -12,7 +12,10 @@ MOST_ON_CORES = 256
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """Slots of an engine, whose logits take at most a quarter of its memory, and tokens of its cache, the rest."""
+    """Slots of an engine, whose logits take at most a quarter of its memory, and tokens of its cache, the rest.
+
+    All models of a match are loaded by then. Its `engines` get equal shares of what is free.
+    """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES
     slots = min(max(free // 4 // logit_bytes(model), 1), most)

@@ -185,7 +185,8 @@ def can_hold(model, max_length: int) -> bool:
     """Whether the slot engine can run a model with prompts and replies of `max_length` tokens in all.
 
     Every layer must attend to all earlier tokens, through transformers' attention interface. Keys and values must have
-    the same size. The frequencies of rotary positions must not change with the length of a sequence.
+    the same size. The frequencies of rotary positions must not change with the length of a sequence, because cached
+    keys stay as they were rotated. A further kind of attention needs `_attend` in tools/engine/attention.py as well.
     """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -161,6 +161,8 @@ def _start_engines(
         if key not in _loaded:
             drop_models()
             engine_class = resolve_name(ENGINES[flags.engine].path)
+            # All models of a match get the same flags. Flags of one player alone, such as chat_template or thinking,
+            # would be chosen here by folder, in `make_players` for other players, and recorded by `player_setting`.
             blocks = {folder: engine_class.loaded(folder, flags, len(folders)) for folder in folders}
             _loaded[key] = {folder: _in_memory.enter_context(block) for folder, block in blocks.items()}
         return {folder: start(limit) for folder, start in _loaded[key].items()}
