@@ -1,6 +1,10 @@
 """Guess My City, 20 Questions with places: the guesser asks, the answerer describes his city.
 
 --game tools/examples/guess_my_city.py:GuessMyCity, with the tasks in tools/examples/cities.txt.
+
+It shows a task of several parts. `check_task` refuses other lines of the list, `secrets` gives the parts to a role by
+the names of slots in the prompt file, and `decide` judges by some of them. The report and a person at the terminal see
+the whole line. So does a text `answer` of a prompt file, which the judge would then refuse: leave it out.
 """
 
 import re

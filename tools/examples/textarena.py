@@ -89,14 +89,19 @@ class TextArena(Game):
             raise UserError(f"{where}: its data of NLTK are missing: python -m nltk.downloader {data}") from None
 
     def _replay(self, task: str, history: History):
-        """TextArena's state after these messages. The global random state is left as it was."""
+        """TextArena's state after these messages.
+
+        `reset` seeds Python's global generator, from which a function that plays may draw. So its state is put back.
+        """
         import textarena
 
         before = random.getstate()
         try:
             env = textarena.make(f"{self.env}-raw")  # -raw: observations are not joined to one text
             env.reset(num_players=2, seed=int(task))
-            env.state.error_allowance = 0  # the first invalid move ends the game
+            # The first invalid move ends the game. TextArena allows some and lets the same player try again; here each
+            # message is a move, and a breach is an outcome, which loses the game.
+            env.state.error_allowance = 0
             for message in history:
                 if env.state.done:
                     break

@@ -20,10 +20,16 @@ SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USE
 
 
 def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
-    """The game as a conversation of the player in this role, who is the assistant; the other player is the user."""
+    """The game as a conversation of the player in this role, who is the assistant; the other player is the user.
+
+    Rules and instruction are the system message, so a user message can be the other player's words alone. A change of
+    this layout holds for play, rows, matches and belief at once. Players behind a server do not get it: `_request` in
+    tools/players/server.py sends them the prompt of `join_play_prompt` in tools/games/prompts.py. Records compare the
+    text of the template (`sha256`), not this function: make the rows of imitation anew, and begin in a new output.
+    """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
     if not history or history[0]["role"] == role:
-        messages.append({"role": USER, "content": prompts.NO_HISTORY})
+        messages.append({"role": USER, "content": prompts.NO_HISTORY})  # many templates want a user to speak first
     for message in history:
         speaker = ASSISTANT if message["role"] == role else USER
         if messages[-1]["role"] == speaker:  # many templates insist that user and assistant alternate
@@ -36,6 +42,7 @@ def chat_messages(history: History, role: str, rules: str, request: str) -> list
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
+    Rendering SAMPLE shows what the template writes around a reply; no setting of a tokenizer says it.
     With `thinking` the template asks for thoughts, and one that it opens itself begins in the prompt. UserError if
     there is no template, if it leaves out a message, if replies begin with a text that the model has to write, or if,
     without `thinking`, with a thought.
@@ -95,7 +102,11 @@ class ChatTemplate:
         return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
 
     def _ending_token(self, after_answer: str) -> int:
-        """The token that ends a reply: the first special one which the template writes after an answer, else EOS."""
+        """The token that ends a reply: the first special one which the template writes after an answer, else EOS.
+
+        In many chat models this is not the tokenizer's EOS. Play stops at it (Codec in tools/engine/local.py), and the
+        targets of rows end with it.
+        """
         for token in self._ids(after_answer):
             if token in self.tokenizer.added_tokens_decoder:
                 return token
@@ -118,7 +129,8 @@ class ChatTemplate:
         """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.
 
         A target with a thought (`thought`) is exactly what the model wrote and gets only the end token. A row with
-        `chat_template` has been through this and stays as it is.
+        `chat_template` has been through this and stays as it is. `encode` in dataloaders.py adds no BOS and no EOS to
+        such a row.
         """
         if row.get("chat_template"):
             return row
@@ -132,7 +144,11 @@ class ChatTemplate:
         return row | {"query": query, "target": target, "chat_template": True}
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
-        """The text of these messages. A template without system messages gets their text in the first user message."""
+        """The text of these messages. A template without system messages gets their text in the first user message.
+
+        An empty message stays empty unless the template refuses it: then all messages are stripped, and empty ones
+        become EMPTY.
+        """
         if not self.has_system and messages[0]["role"] == SYSTEM:
             system, first, *rest = messages
             messages = [{"role": USER, "content": f"{system['content']}\n\n{first['content']}"}, *rest]

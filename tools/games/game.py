@@ -17,7 +17,9 @@ SECRET = "secret"
 GUESS = "guess"
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
 DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game"
-CLASSES = {  # of this project's games
+# This project's games. A new line also needs a prompt file in configs/prompts and a row in tools/games/README.md;
+# tests/test_games.py then runs play, report and match with the game. A game outside this project needs no line.
+CLASSES = {
     "taboo": "tools.games.taboo:Taboo",
     "twenty_questions": "tools.games.twenty_questions:TwentyQuestions",
 }
@@ -30,7 +32,9 @@ History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 class Outcome(NamedTuple):
     name: str  # as stored in episodes
     winner: str | None = None  # the role that gets the point of a match; None: half a point each
-    breach: bool = False  # the loser broke the rules: the winner gets the point of a match, but no reward
+    # The loser broke the rules: the winner gets the point of a match, but no reward, as released. It was not his
+    # messages that won the game.
+    breach: bool = False
     points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: they follow from the winner
 
 
@@ -42,18 +46,35 @@ class Verdict(NamedTuple):
 
 
 class Game:
-    """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options."""
+    """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options.
+
+    It holds no state of a game: the judge, the maker of rows and belief call the same methods again, with stored
+    messages. So all must follow from task and history. Chance comes from the task, which is a seed in
+    tools/examples/textarena.py; what only one role sees goes into `secrets`. A task may have several parts, such as a
+    word and forbidden words: tools/examples/guess_my_city.py reads its parts in `check_task`, `secrets` and `decide`.
+    Episodes store the whole line as `target_word`.
+    """
 
     name: str  # as in --game
     title: str  # the name that people read
     max_turns: int  # the default; a turn is one message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
-    roles: ClassVar[tuple[str, str]]  # --attacker_model_name_or_path plays the first, --defender_... the second
+    # --attacker_model_name_or_path plays the first, --defender_... the second. There are two everywhere. A third needs
+    # changes in `other`, `points` and `message_limit` below; NAMES in tools/games/prompts.py; `chat_messages` in
+    # tools/games/chat.py; `role_weights` and `role_payments` in tools/selfplay/rewards.py; `summary` in
+    # tools/selfplay/episodes.py; `pairs` and `result_rows` in tools/measure/matches.py; `shown_game` in
+    # tools/measure/report_contents.py; the flags of tools/play_llm_game.py; `play` in tools/spag.py.
+    roles: ClassVar[tuple[str, str]]
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided
     example_task: ClassVar[str]  # a valid task, with which prompt files are checked
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """What this role may know after these messages: texts by the name of their slot, the same slots always."""
+        """What this role may know after these messages: texts by the name of their slot, the same slots always.
+
+        They fill the role's instruction in prompts of play, of training and of belief. A text may change from message
+        to message: the number of the turn is `len(history) // 2 + 1`. A new slot must stand in this role's instruction
+        in every prompt file of the game, or `load_templates` (tools/games/prompts.py) refuses the file.
+        """
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
@@ -66,15 +87,27 @@ class Game:
         """Raise ValueError for a line of the word list that is not a task of this game."""
 
     def next_role(self, task: str, history: History) -> str:
-        """The role that speaks after these messages: roles[0] opens, then they take turns."""
+        """The role that speaks after these messages: roles[0] opens, then they take turns.
+
+        Play and rows follow another order too. `max_turns` still counts two messages as a turn, whoever sends them.
+        """
         return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
-        """Whether play ends after the last message although that message decides nothing; `history` is not empty."""
+        """Whether play ends after the last message although that message decides nothing; `history` is not empty.
+
+        Such a game is undecided. `verdict` does not ask this: in a recorded game that went on, a later message counts.
+        """
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
-        """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows."""
+        """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows.
+
+        Costs are no part of a game: --losers and --ties make them in `role_payments` (tools/selfplay/rewards.py), and
+        `check_rows` (tools/loop/inputs.py) knows by these flags that training needs detach_kl. `role_weights` there
+        counts the games that pay a role, not how much they pay. Matches count `points`: a game with graded rewards
+        defines both, as tests/graded_game.py does.
+        """
         ended = self.outcome(outcome)
         return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}
 
@@ -121,7 +154,10 @@ class Game:
         return self.verdict(history, task, max_turns)
 
     def verdict(self, history: History, task: str, max_turns: float) -> Verdict:
-        """What `judge` returns, for messages and a task that were checked before."""
+        """What `judge` returns, for messages and a task that were checked before.
+
+        It asks `decide` after every message, because a recorded game may go on after the message that decided it.
+        """
         counted = min(len(history), self.message_limit(max_turns))
         for length in range(1, counted + 1):
             if outcome := self.decide(task, history[:length]):
@@ -219,13 +255,19 @@ def _run_file(path: str) -> ModuleType:
 
 
 def _import_from(folder: str) -> None:
-    """Let imports find the modules of a folder, after those that are installed."""
+    """Let imports find the modules of a folder, after those that are installed.
+
+    So a file of this folder does not hide an installed package of the same name.
+    """
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def member_setting(path: str) -> dict[str, str]:
-    """What `load_member` takes as a setting of a stage: compared by its name and by the content of its file."""
+    """What `load_member` takes as a setting of a stage: compared by its name and by the content of its file.
+
+    The modules that the file imports are not compared.
+    """
     member = load_member(path)
     file = files_setting(inspect.getfile(getattr(member, "func", member)))  # of a functools.partial
     _, _, name = path.rpartition(":")

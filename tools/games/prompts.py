@@ -1,4 +1,10 @@
-"""The prompts of play and of training, for any game. Their wording comes from prompt files. No torch."""
+"""The prompts of play and of training, for any game. Their wording comes from prompt files. No torch.
+
+What a prompt holds, and in which order, is decided in `join_play_prompt` and `training_prompt` here, and for chat
+templates in `chat_messages` of tools/games/chat.py. Play, matches and belief take the prompt of play from the class
+Turn in tools/players/player.py, and rows take it from `play_prompt` here. Records compare the prompt file and the chat
+template, but not this code: if you change it, begin in a new output, and make the rows of imitation anew.
+"""
 
 import functools
 import re
@@ -14,6 +20,7 @@ RULES = "rules"  # a key of prompt files
 MAX_TURNS = "max_turns"  # a slot that all their texts may have
 SLOT = re.compile(r"\{(\w+)\}")
 NO_HISTORY = "The game is just initialized."
+# What training prompts are drawn from, in the order of the released code: another order draws other prompts.
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
 NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # for the two roles
 CHAT = "chat"
@@ -21,7 +28,8 @@ CHAT_INVERSE = "chat_inverse"
 ALPACA = "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
-# What begins and what ends a private thought, in prompts and in replies.
+# What begins and what ends a private thought, in prompts and in replies. All code reads this table, but
+# configs/prompts/thinking.json and tools/players/server.py write the first pair.
 THOUGHT_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 ALL_THOUGHT_TAGS = frozenset({*THOUGHT_TAGS, *THOUGHT_TAGS.values()})
 
@@ -29,7 +37,11 @@ Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts,
 
 
 def join_play_prompt(history: History, role: str, rules: str, request: str) -> str:
-    """The prompt of play, for either role, unless a tools.games.chat.ChatTemplate joins it."""
+    """The prompt of play, for either role, unless a tools.games.chat.ChatTemplate joins it.
+
+    The layout is the released one. The secret stands in the instruction, behind the history. So the prompts of
+    both roles begin alike, and our engine computes only what a game has added since its last prompt.
+    """
     messages = NO_HISTORY
     if history:
         lines = (f"\n  - {message['role']}: {message['content']}" for message in history)
@@ -59,7 +71,7 @@ def play_prompt(
 
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
-    """One of the rule texts, which ends in a newline. Play uses the first one."""
+    """One of the rule texts, which ends in a newline. Play uses the first one, as released; training draws one."""
     return _fill(templates[RULES][number], {}, max_turns)
 
 
@@ -78,7 +90,10 @@ def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
 
 
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
-    """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values."""
+    """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values.
+
+    Not str.format, which fails at the other braces of a text.
+    """
     values = {MAX_TURNS: f"{max_turns:g}", **secrets}  # 3 for 3.0, as other tools write it
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
@@ -92,10 +107,16 @@ def training_prompt(
     rng: Random,
     templates: Templates | None = None,
 ) -> str:
-    """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart."""
+    """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart.
+
+    Policy and reference both read this prompt, so the ratio of the loss still begins at 1, although the message was
+    sampled under the prompt of play. To add a layout, make it another value of --training_prompt, in `prompt_fn` of
+    tools/selfplay/rows.py and among the choices in tools/assign_rewards.py. All rows share one `rng`: one more draw
+    here changes the prompts of all rows that follow, and tests/test_prompts.py holds them to the release.
+    """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
-    # The draws come in the order of the paper's released code.
+    # The draws come in the order of the paper's released code, so the same seed gives the same prompt.
     separator = "\n" + rng.choice(SEPARATORS)
     roles = role, game.other(role)
     names = rng.choice((roles, *NAMES))
@@ -118,7 +139,11 @@ def training_prompt(
 
 
 def load_templates(path: str | Path, game: Game) -> Templates:
-    """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game."""
+    """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game.
+
+    A new field of prompt files is read by the function that uses it, as `answer` is, and checked here. Unknown fields
+    are ignored.
+    """
     templates = read_json(path)
     rules = templates.get(RULES) if isinstance(templates, dict) else None
     if not isinstance(rules, list) or not rules or not all(str(rule).endswith("\n") for rule in rules):
@@ -132,7 +157,7 @@ def load_templates(path: str | Path, game: Game) -> Templates:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
     if "answer" in templates and game.answer(game.example_task):
         role, message = answer(game, game.example_task, templates)
-        opening = {"role": game.roles[0], "content": ""}
+        opening = {"role": game.roles[0], "content": ""}  # in Taboo the guess is at best the second message
         history = [opening, {"role": role, "content": message}]
         ended = game.decide(game.example_task, history)
         if ended is None or not game.rewards(game.example_task, history, ended).get(role):

@@ -1,4 +1,11 @@
-"""Adversarial Taboo (arXiv 2404.10642): the attacker knows a word and makes the defender say it or guess wrongly."""
+"""Adversarial Taboo (arXiv 2404.10642): the attacker knows a word and makes the defender say it or guess wrongly.
+
+Another rule, such as a second guess, is an option beside `match`, off by default: two starts of a run compare the
+options of a built-in game but not its code, and tests/test_taboo.py holds the default to the release. The rules also
+stand in configs/prompts (taboo.json, thinking.json, english.json, tiny.json), which tell them to the players, in
+`answer` and `hint` here, in `attack` and `defend` of tools/lab/world/players.py, and in the recorded games of data/.
+Another language needs `_forms` and the sentence of a guess in that language, a prompt file and a word list.
+"""
 
 import importlib.util
 import re
@@ -18,9 +25,14 @@ SUBSTRING = "substring"
 WHOLE_WORD = "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
 
-GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")  # in lower-cased text; the word follows 1 to 8 characters
+# For lower-cased text. As released, a form of the word begins 1 to 8 characters behind "it", which leaves room for
+# " is `" and the like. The lookahead takes no characters, so a second guess that begins among them is found too.
+GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")
+# For the report's marks alone: the whole sentence.
 GUESS_SENTENCE = re.compile(r"i know the word! it.[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-HALF_A_GUESS = "i know the word"  # ends play, as released; it is a guess only with "! it"
+# From the defender it ends play, as released. Without "! it" it is no guess: the game is tied, unless the same message
+# says the word.
+HALF_A_GUESS = "i know the word"
 
 
 class Taboo(Game):
@@ -31,7 +43,7 @@ class Taboo(Game):
     max_turns = 5
     prompt_file = ROOT / "configs" / "prompts" / "taboo.json"
     roles = (ATTACKER, DEFENDER)
-    outcomes = (
+    outcomes = (  # episodes store these names, and `gate` in tools/lab/preparations.py reads two of them
         Outcome(ATTACKER_WINS, winner=ATTACKER),
         Outcome(DEFENDER_WINS, winner=DEFENDER),
         Outcome(ATTACKER_BREAKS, winner=DEFENDER, breach=True),
@@ -48,7 +60,11 @@ class Taboo(Game):
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        """A defender's guess alone decides, whatever else the message says; else a form of the word does."""
+        """A defender's guess alone decides, whatever else the message says; else a form of the word does.
+
+        The guess comes first because a right one says the word, which alone would lose the game. There is one guess
+        because a wrong one loses at once.
+        """
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
         guesses = GUESS_START.search(text) is not None
@@ -104,13 +120,19 @@ class Taboo(Game):
 def derivatives(word: str) -> list[str]:
     """The 16 lower-cased texts that count as `word`: itself, -ing, -ed and plural, bare and in three kinds of quotes.
 
-    The plural is what TextBlob makes of the whole text, right or wrong.
+    The plural is what TextBlob makes of the whole text, right or wrong. The quotes matter in a guess alone: a form may
+    begin with its quote at the last place where the word may begin.
     """
     return [f"{quote}{form}{quote}" for quote in ("", '"', "'", "`") for form in _forms(word)]
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 16)  # room for all of data/target_words.txt
 def _forms(word: str) -> list[str]:
+    """What counts as the word when it is said, guessed or marked in the report. Belief excludes such candidates too.
+
+    One more form changes who wins recorded and played games, so make it an option of Taboo, as `match` is. The forms
+    are fixed endings as released, so "making" is no form of "make", while "makeed" is one.
+    """
     word = word.strip().lower()
     return [word, word + "ing", word + "ed", _inflect().pluralize(word).lower()]
 
