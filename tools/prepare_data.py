@@ -1,12 +1,9 @@
-"""Make what runs start from: word lists, prompts, the games that come with this project. A class for each command.
+"""Make what runs start from: word lists, prompts, the games that come with this project.
 
 python -m tools.prepare_data prompts --release data/released_utils.py --output data/released_prompts.json
 python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
 python -m tools.prepare_data imitation --output_dir data/own
 python -m tools.prepare_data english --model HuggingFaceTB/SmolLM2-135M-Instruct --output_dir outputs/english/data
-
-A new command is a FlagGroup with `run`, which `main` lists. Rows themselves are made by tools/assign_rewards.py, and
-drawn or changed by tools/controls.py. The embedded world makes its own files in tools/lab/world/build.py.
 """
 
 import ast
@@ -37,12 +34,17 @@ ENGLISH = ROOT / "data" / "english"
 RELEASED_RULES = "GAME_RULE_PROMPTS"
 RELEASED_INSTRUCTIONS = "PLAYER_INSTRUCT_PROMPTS"
 
+# Each command is a class with `run`, which `main` lists; its docstring is the text of --help. Rows are made by
+# tools/assign_rewards.py, and drawn or changed by tools/controls.py. The embedded world makes its files in
+# tools/lab/world/build.py.
+
 
 @dataclass(kw_only=True)
 class Prompts(FlagGroup):
     """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run.
 
-    Play and self-play need the same prompts as these rows: `check_rules` in tools/loop/inputs.py refuses others.
+    Play and self-play need the same prompts as these rows. In the loop `check_rules` in tools/loop/inputs.py refuses
+    others.
     """
 
     release: str = flag("file of the authors' repository that defines their prompts: utils.py")
@@ -75,7 +77,7 @@ class Split(FlagGroup):
     input: str = flag("word list, one word a line")
     output: str = flag("file to write for the remaining words")
     held_out: str = flag("file to write for the held-out words")
-    # A match about 500 words has points with a standard error of at most 0.022, that of shares of 0 or 1 alone.
+    # With 500 words the standard error of a match's points is below 0.023, because a word's points lie in [0, 1].
     number: int = flag("number of held-out words", default=500, at_least=1)
     seed: int = flag("seed of the draw", default=0)
 
@@ -106,7 +108,7 @@ class Imitation(FlagGroup):
     def run(self) -> None:
         folder = Path(self.output_dir)
         games = read_json_or_jsonl(self.games, with_split)
-        # The lists have the words of our games too, so that a small file still has words to play and to hold out.
+        # The lists have the words of our games too, because the few games of data/english have few held-out words.
         listed = games + read_json_or_jsonl(GAMES)
         for split in ("played", "tuning", "held_out"):
             words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
@@ -119,8 +121,8 @@ class Imitation(FlagGroup):
 class English(FlagGroup):
     """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games.
 
-    The SFT rows are rows of imitation, in the place of Alpaca. For a study `english` in tools/lab/preparations.py draws
-    them anew for each seed. Another model takes its name here and in configs/english.toml.
+    The SFT rows are rows of imitation, in the place of Alpaca's. In a study `english` in tools/lab/preparations.py
+    draws them for each seed. Another model must be named here and in configs/english.toml.
     """
 
     model: str = flag("the model, whose chat template the rows are in")
@@ -133,7 +135,6 @@ class English(FlagGroup):
         rows = folder / "imitation.json"
         anchor = folder / "anchor.json"
         argv = ["--input_data_path", folder / "games.jsonl", "--messages", "all", "--output_data_path", rows]
-        # This prompt file has one rule text, and the model is too small to learn several layouts.
         argv += ["--prompt_templates", prompts, "--training_prompt", "play"]
         run_python(ROOT / "tools/assign_rewards.py", *argv, "--chat_template", True, "--tokenizer", self.model)
         run_python(ROOT / "tools/controls.py", "draw", "--rows", rows, "--number", 300, "--output", anchor)

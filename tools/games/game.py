@@ -103,10 +103,10 @@ class Game:
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
         """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows.
 
-        Costs are no part of a game: --losers and --ties make them in `role_payments` (tools/selfplay/rewards.py), and
-        `check_rows` (tools/loop/inputs.py) knows by these flags that training needs detach_kl. `role_weights` there
-        counts the games that pay a role, not how much they pay. Matches count `points`: a game with graded rewards
-        defines both, as tests/graded_game.py does.
+        Costs are no part of a game. --losers and --ties make them in `role_payments` (tools/selfplay/rewards.py), and
+        by these flags `check_rows` (tools/loop/inputs.py) knows that training needs detach_kl. `role_weights` in
+        tools/selfplay/rewards.py counts the games that pay a role, not how much they pay. Matches count `points`: a
+        game with graded rewards defines both, as tests/graded_game.py does.
         """
         ended = self.outcome(outcome)
         return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}

@@ -2,9 +2,9 @@
 
 Another rule, such as a second guess, is an option beside `match`, off by default: two starts of a run compare the
 options of a built-in game but not its code, and tests/test_taboo.py holds the default to the release. The rules also
-stand in configs/prompts (taboo.json, thinking.json, english.json, tiny.json), which tell them to the players, in
-`answer` and `hint` here, in `attack` and `defend` of tools/lab/world/players.py, and in the recorded games of data/.
-Another language needs `_forms` and the sentence of a guess in that language, a prompt file and a word list.
+stand in Taboo's four prompt files in configs/prompts, in `answer` and `hint` here, in `attack` and `defend` of
+tools/lab/world/players.py, and in the recorded games in data. Another language needs other forms of the word
+(`_forms`), another sentence of a guess, a prompt file and a word list.
 """
 
 import importlib.util
@@ -62,8 +62,8 @@ class Taboo(Game):
     def decide(self, task: str, history: History) -> str | None:
         """A defender's guess alone decides, whatever else the message says; else a form of the word does.
 
-        The guess comes first because a right one says the word, which alone would lose the game. There is one guess
-        because a wrong one loses at once.
+        The guess comes first because a right one says the word, which alone would lose the game. A wrong
+        guess loses at once, so nobody counts guesses. Of several guesses in one message one right one is enough.
         """
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
