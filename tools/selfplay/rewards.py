@@ -149,7 +149,7 @@ def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float
 
     To pay messages for what they say, give this function the history too; `game_rows` in tools/selfplay/rows.py, which
     calls it, has it. Rewards that a model computes do not belong here, since rows are made without torch. Write them
-    into the file of rows between two starts of the loop; README.md, "Use a piece in your code", shows how.
+    into the file of rows between two starts of the loop; tools/spag.md shows how.
     """
     if flags.messages == ALL:
         return [reward] * count
