@@ -98,3 +98,16 @@ def test_neither_a_test_nor_what_it_starts_sees_a_gpu():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     show = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     assert finish(start([sys.executable, "-c", show])) == "''\n"
+
+
+NAMED_PATH = re.compile(r"\b(?:tools|tests|configs)/(?!x\.py)[\w/]+\.(?:py|md|toml)\b")
+NAME_IN_FILE = re.compile(r"`(\w[\w.]*)`(?: in| \() ?((?:tools/[\w/]+|train|trainers|dataloaders|arguments|utils)\.py)")
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("configs/*.toml")]))
+def test_the_places_that_comments_name_are_there(path):
+    text = re.sub(r"\n\s*#? ?", " ", path.read_text(encoding="utf-8"))  # a comment goes on in the next line
+    assert [named for named in NAMED_PATH.findall(text) if not (ROOT / named).is_file()] == []
+    for name, file in NAME_IN_FILE.findall(text):
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), (name, file)
