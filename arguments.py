@@ -42,6 +42,7 @@ COMPARED = (
     "truncation_side",
     "optim",
     "optim_args",
+    "optim_target_modules",
     "learning_rate",
     "weight_decay",
     "adam_beta1",
@@ -203,6 +204,9 @@ class SPAGArguments(MethodArguments):
         return device
 
 
+DEFAULT_OPTIMIZER = SPAGArguments.__dataclass_fields__["optim"].default
+
+
 def check_flags(args: SPAGArguments | Namespace) -> None:
     """Give flags that are None the defaults of the method. Raise UserError for flags that contradict each other.
 
@@ -248,7 +252,7 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
     with utils.user_errors(f"--data_seed {args.data_seed}", ValueError):
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
-        _check_deepspeed_file(args.deepspeed)
+        _check_deepspeed_file(args)
     if args.lora_rank == 0:
         raise utils.UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
     if args.train_sampling_strategy == "group_by_length" and utils.world_size() > 1:
@@ -277,14 +281,15 @@ def _check_precision(args: SPAGArguments) -> None:
         )
 
 
-def _check_deepspeed_file(path: str) -> None:
-    """Raise UserError for a scheduler that would overrule a flag, and for a ZeRO-3 run that would save no weights.
-
-    An `optimizer` in the file is allowed, and takes the place of --optim and --optim_args.
-    """
+def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights."""
+    path = args.deepspeed
     config = utils.read_json(path)
     if "scheduler" in config:
         raise utils.UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")
+    if "optimizer" in config and (args.optim != DEFAULT_OPTIMIZER or args.optim_args):
+        remedy = "leave these flags out, or take another file, such as configs/zero3.json"
+        raise utils.UserError(f"{path}: 'optimizer' would overrule --optim and --optim_args; {remedy}")
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         raise utils.UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")

@@ -94,6 +94,8 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--data_seed 18446744073709551616", "--data_seed 18446744073709551616: "),
         ("SFT", "--bf16 True --fp16 True", "the Trainer's flags: At most one of fp16 and bf16"),
         ("SFT", "--deepspeed own.json", "own.json: 'scheduler' would overrule --lr_scheduler_type"),
+        ("SFT", "--deepspeed adam.json --optim adafactor", "adam.json: 'optimizer' would overrule --optim"),
+        ("SFT", "--deepspeed adam.json --optim_args fused=False", "adam.json: 'optimizer' would overrule --optim"),
         ("SFT", "--deepspeed zero3.json", "zero3.json: .*stage3_gather_16bit_weights_on_model_save"),
         ("SFT", "--deepspeed sgd.json", "sgd.json: .*optimizer SGD; .*zero_allow_untested_optimizer"),
         ("SFT", "--eval_on_start True", "--eval_data_path"),
@@ -104,6 +106,7 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
 def test_what_would_train_something_else_is_an_error(given, method, flags, message, tmp_path):
     utils.write_json(tmp_path / "own.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}})
     utils.write_json(tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}})
+    utils.write_json(tmp_path / "adam.json", {"optimizer": {"type": "AdamW"}})
     utils.write_json(tmp_path / "sgd.json", {"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}})
     words = given(re.sub(r"\w+\.json", lambda name: str(tmp_path / name[0]), flags))
     with pytest.raises(utils.UserError, match=message):

@@ -36,7 +36,7 @@ def test_cities_are_judged_by_their_rules(texts, outcome, length):
 
 def test_each_line_of_the_list_of_cities_is_a_task_and_others_are_refused():
     assert len(set(read_words(FOLDER / "cities.txt", GAME.check_task))) == 1000
-    for task in ("Lyon", "Lyon, France, Europe, Earth"):
+    for task in ("Lyon", "Lyon, , Europe", "Lyon, France, Europe, Earth"):
         with pytest.raises(ValueError, match=re.escape(repr(task))):
             GAME.check_task(task)
 

@@ -101,10 +101,12 @@ def test_neither_a_test_nor_what_it_starts_sees_a_gpu():
 
 
 NAMED_PATH = re.compile(r"\b(?:tools|tests|configs)/(?!x\.py)[\w/]+\.(?:py|md|toml)\b")
-NAME_IN_FILE = re.compile(r"`(\w[\w.]*)`(?: in| \() ?((?:tools/[\w/]+|train|trainers|dataloaders|arguments|utils)\.py)")
+TOP_LEVEL = "train|trainers|dataloaders|arguments|utils"
+NAME_IN_FILE = re.compile(rf"`(\w[\w.]*)`(?: in| \() ?((?:tools/[\w/]+|{TOP_LEVEL})\.py)")
+COMMENTED = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("configs/*.toml")]
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("configs/*.toml")]))
+@pytest.mark.parametrize("path", sorted(COMMENTED), ids=lambda path: path.stem)
 def test_the_places_that_comments_name_are_there(path):
     text = re.sub(r"\n\s*#? ?", " ", path.read_text(encoding="utf-8"))  # a comment goes on in the next line
     assert [named for named in NAMED_PATH.findall(text) if not (ROOT / named).is_file()] == []

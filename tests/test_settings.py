@@ -189,6 +189,8 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("control=silent", "control=silent needs like"),
         ("control=sft", "control=sft needs rewards.sft_data_path"),
         ("control=cloning & training.lm_sft_coeff=0", "control=cloning divides by training.lm_sft_coeff"),
+        ("control=cloning & training.lm_sft_coeff=", "control=cloning divides by training.lm_sft_coeff"),
+        ("control=cloning & rewards.losers=0.5 & training.detach_kl=true", "control=cloning copies winners"),
         ("until=epoch1_eval", "until=epoch1_eval: expected imitation, or epochK_"),
         ("until=epoch9_play", "until=epoch9_play lies behind the last epoch (epochs=3)"),
         ("machine=1", "machine=1: machines=1"),

@@ -31,7 +31,7 @@ class GuessMyCity(TwentyQuestions):
     guess = re.compile(r"\bare you from `([^`]*)`\s*\?", re.IGNORECASE)
 
     def check_task(self, task: str) -> None:
-        if len(_parts(task)) != 3:
+        if len(_parts(task)) != 3 or not all(_parts(task)):
             raise ValueError(f"{task!r} is not a city; expected City, Country, Region")
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:

@@ -126,8 +126,12 @@ def check_rows(loop: Loop, tables: dict[str, Namespace]) -> None:
 
 def check_control(loop: Loop, rewards: Namespace) -> None:
     """Raise UserError for a control without the rows or the coefficient that it takes."""
-    if loop.control == "cloning" and loop.of("training").lm_sft_coeff <= 0:
-        raise UserError("control=cloning divides by training.lm_sft_coeff, which must be above 0")
+    if loop.control == "cloning":
+        coefficient = loop.of("training").lm_sft_coeff
+        if coefficient is None or coefficient <= 0:
+            raise UserError("control=cloning divides by training.lm_sft_coeff, which must be set and above 0")
+        if rewards.losers or rewards.ties:
+            raise UserError("control=cloning copies winners; take back rewards.losers and rewards.ties")
     if loop.control == "sft" and not rewards.sft_data_path:
         raise UserError("control=sft needs rewards.sft_data_path, the only rows that it trains on")
     if plays_games(loop.control):
