@@ -20,5 +20,6 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^# Arguments/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 set_up quickstart requirements.txt
+# Threads that wait sleep, and leave the cores to other processes. Nothing comes from the hub, so nothing asks it.
 export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
 exec "$venv" -m tools.loop.quickstart "$@"

@@ -57,7 +57,10 @@ class Step:
 
 
 def steps(loop: Loop) -> Iterator[Step]:
-    """The commands of all stages. Each starts from what those before it leave."""
+    """The commands of all stages. Each starts from what those before it leave.
+
+    The plan is made before the first stage, so a step knows where results will lie, and not what they are.
+    """
     model = loop.imitation_model or loop.model  # the newest model
     player = "imitation"  # its name in files
     if "train_data_path" in loop.stages["imitation"] and not loop.imitation_model:
@@ -84,10 +87,14 @@ def steps(loop: Loop) -> Iterator[Step]:
         if "words" in loop.stages["match"] and epoch % loop.match_every == 0:
             yield match_step(loop, position, imitation, player, model)
         if "games" in loop.stages["belief"]:
+            # Base and imitation are measured once, with epoch 1: the games of belief are the same in all epochs.
             yield belief_step(loop, position, models if epoch == 1 else {player: model})
         if loop.report:
+            # tools/report.py does not read the loop's settings, so it is told the game.
             game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
             yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
+    # Once, because its program makes one table of all models. It could also run in each epoch, with the `models` so
+    # far and this output_dir: it then asks only the new model, and writes the table of all again.
     if "tasks" in loop.stages["reasoning"]:
         flags = {
             "models": name_equals_path(models),
@@ -109,14 +116,25 @@ def stage_step(
     """The step of a stage, whose arguments are `defaults`, the flags of its table, and the `flags` that the loop sets.
 
     Later ones replace earlier ones. `more` are further fields of the step.
+
+    A table has the same values in all epochs. A value that changes with the epoch, such as a temperature, belongs in
+    the `flags` that play_step or self_play_step give here. `flags` also replace what a user has set. So either compute
+    them from `loop.of(stage)`, or put the flag into the `set_by_loop` of its Program (tools/loop/keys.py), which
+    refuses it as a setting.
     """
+    # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.stages[stage], **flags})
     return Step(name, position, PROGRAMS[stage].path, argv, stage, **more)
 
 
 def training_step(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
-    """The step in which `model` is trained. The same model is the reference of methods that have one."""
+    """The step in which `model` is trained. The same model is the reference of methods that have one.
+
+    In self-play it is the model that has just played, as the importance ratio needs. To start from another model, such
+    as imitation in each epoch, give this function both names. `_check_method` in arguments.py refuses that with LoRA.
+    A second model is then loaded, which `choose_deepspeed` in tools/loop/machine.py does not count.
+    """
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
     if loop.global_batch % rows_at_once:
@@ -133,7 +151,8 @@ def training_step(loop: Loop, stage: str, name: str, position: Position, folder:
     }
     if loop.precision != "fp32":
         flags[loop.precision] = True
-    defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}  # the reference computes so
+    # The reference takes this many rows at once. It has no backward pass, so they need less memory than in training.
+    defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}
     return stage_step(loop, stage, name, position, flags, defaults, processes=loop.processes, trained=folder)
 
 
@@ -143,7 +162,12 @@ def trained_model(loop: Loop, stage: str, folder: str) -> str:
 
 
 def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
-    """The step in which the newest model is trained on the rows of this epoch."""
+    """The step in which the newest model is trained on the rows of this epoch.
+
+    Each epoch is a training of its own: optimizer and learning rate begin anew. So `epochs` may change between two
+    starts. `train_data_path` may be a list, to train on rows of earlier epochs too. But `model` has not played their
+    games, and the ratio and the KL of their rows would still be to `model`.
+    """
     folder = f"{loop.output}/epoch{epoch}"
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
     if loop.control and not loop.control_class.makes_game_rows:
@@ -153,7 +177,12 @@ def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
 
 
 def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
-    """The step in which the newest model plays against itself."""
+    """The step in which the newest model plays against itself.
+
+    Another player of one role, such as an older model or openai:MODEL, is one of the two names here. But `game_rows`
+    in tools/selfplay/rows.py makes rows of every winner. It must then leave out the role of the other player, because
+    its messages were not drawn from the model that is trained.
+    """
     flags = {
         "attacker_model_name_or_path": model,
         "defender_model_name_or_path": model,
@@ -169,7 +198,7 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
-    """How many processes of this machine play: each uses so many GPUs."""
+    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs."""
     gpus = loop.of(stage).tensor_parallel_size
     if loop.processes % gpus:
         raise UserError(f"processes={loop.processes} must be a multiple of {stage}.tensor_parallel_size, {gpus}")
@@ -192,12 +221,14 @@ def rewards_step(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
     """The step in which games become rows."""
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
-    defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}  # which the thoughts answer
+    # A thought answers the prompt that it was written to, so its row needs this prompt. Other prompts are refused.
+    defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}
     position = (epoch, PHASES.index("rewards"))
     return stage_step(loop, "rewards", f"epoch{epoch}_rewards", position, flags, defaults)
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
+    """The base model's: each training writes the tokenizer of its model beside the new one."""
     return loop.model if loop.of("rewards").chat_template else None
 
 
@@ -224,7 +255,13 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
 
 
 def match_step(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:
-    """The step in which the newest model plays against imitation."""
+    """The step in which the newest model plays against imitation.
+
+    The opponent is the same in all epochs, and in all runs with the same imitation model: so their points compare.
+    More opponents are more names in `players`, with `player` as `against`. `match_charts` in
+    tools/measure/report_page.py and `match_numbers` in tools/lab/table.py must then change too: they expect one
+    opponent, which `against` names.
+    """
     flags = {
         "players": name_equals_path({"imitation": imitation, player: model}),
         "against": "imitation",
@@ -241,7 +278,8 @@ def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
     flags = {
         "models": name_equals_path(models),
         "output_dir": f"{loop.output}/{player}/belief",
-        "max_length": play_flags.max_length - play_flags.max_new_tokens,  # of a prompt
+        # Play cuts prompts to this length, because max_length counts the reply too. In belief it counts the prompt.
+        "max_length": play_flags.max_length - play_flags.max_new_tokens,
         "dtype": DTYPES[loop.precision],
     }
     return stage_step(loop, "belief", f"{player}_belief", position, flags)
@@ -298,7 +336,12 @@ def check_commands(plan: Iterable[Step]) -> None:
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
-    """Run the steps, and delete the checkpoints of each training that has ended."""
+    """Run the steps, one at a time: a launch uses all GPUs. Delete the checkpoints of each training that has ended.
+
+    A further start runs each program again. The program itself sees that its work is done (`stage` in utils.py). To
+    end or change the course by a result, such as too many ties, read its file after `stages.run`: for play it is
+    OUTPUT/epochK/episodes/*_summary.json. Each machine decides for itself, so take only files of OUTPUT.
+    """
     begin = time.monotonic()
     for step in plan:
         if step.processes is None and loop.machine > 0:
@@ -322,6 +365,9 @@ def command(loop: Loop, step: Step) -> list[str]:
     program = [str(ROOT / step.program), *step.argv]
     if not is_launched(loop, step):
         return [sys.executable, *program]
+    # Machine 0 alone runs the stages of one process. The others wait for it at the next launch, up to a day. is_host
+    # says who opens the port, which torch would guess by host names. Each launch has an id of its own, so that
+    # machines at different stages do not meet.
     launcher = {
         "nproc_per_node": step.processes,
         "nnodes": loop.machines,
@@ -345,6 +391,10 @@ def threads(loop: Loop, step: Step) -> dict[str, str]:
 
 
 def delete_checkpoints(folder: str) -> None:
+    """Delete the checkpoints of a training that has ended: at 7B one has 94 GB, and only a killed training needs it.
+
+    Models must stay. A further start runs the programs that read them again, and `stage` in utils.py compares digests.
+    """
     for path in Path(folder).glob("checkpoint-*"):
         try:
             shutil.rmtree(path)

@@ -25,7 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_inputs(loop: Loop) -> list[str]:
-    """Check settings, files and rows; no GPU is asked. Returns the words of an epoch, in the order of their games."""
+    """Check settings, files and rows; no GPU is asked. Returns the words of an epoch, in the order of their games.
+
+    All epochs play these words. For other words in each epoch, write a file for each epoch where `write_record` in
+    tools/loop/record.py writes words.txt, and name it as `data_path` in `play_step` of tools/run_spag.py.
+    `check_record` in tools/loop/record.py must then compare these files: once there are games it refuses other words.
+    """
     tables = {stage: loop.of(stage) for stage in PROGRAMS}
     play = tables["play"]
     rewards = tables["rewards"]
@@ -43,7 +48,7 @@ def check_inputs(loop: Loop) -> list[str]:
 
 
 def check_limits(loop: Loop) -> None:
-    if loop.seed + loop.epochs >= 2**32:
+    if loop.seed + loop.epochs >= 2**32:  # numpy takes no larger seed
         raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
     if last_position(loop)[0] > loop.epochs:
         raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
@@ -78,6 +83,7 @@ def missing_files(loop: Loop, tables: dict[str, Namespace]) -> Iterator[str]:
     paths += dict.fromkeys(tables[stage].prompt_templates for stage in ("play", "match", "belief"))
     paths += [path for _, path in tables["match"].words or ()]
     paths += [] if loop.deepspeed in (AUTO, NONE) else [loop.deepspeed]
+    # Any other name may be one of the hub, even if it looks like a path.
     paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
     for path in filter(is_missing, paths):
         yield f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}"
@@ -139,6 +145,7 @@ def check_control(loop: Loop, rewards: Namespace) -> None:
     if not loop.like:
         raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
     last_epoch, last_phase = last_position(loop)
+    # The run `like` may still be at work: it needs to have the rows of those epochs alone that this start reaches.
     needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
     epochs_with_rows = 0
     while Path(loop.like, f"epoch{epochs_with_rows + 1}", "rows", "rows.json").is_file():
@@ -164,8 +171,9 @@ def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> Non
 def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
     """Raise UserError for rows of imitation in another layout than that of play.
 
-    A record beside the rows names it. If imitation is still to be trained, rows without a record that hold games must
-    hold one of play's rule texts somewhere.
+    The model learns to answer the prompts that it imitates, and would meet those of play unprepared. A record beside
+    the rows names their layout. If imitation is still to be trained, rows without a record that hold games must hold
+    one of play's rule texts somewhere.
     """
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)

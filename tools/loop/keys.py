@@ -46,7 +46,13 @@ def boolean_or_auto(text: str) -> bool | str:
 
 @dataclass(kw_only=True)
 class OwnSettings(FlagGroup):
-    """The settings of the loop itself. All others are flags of a stage."""
+    """The settings of the loop itself. All others are flags of a stage.
+
+    A new one is a field here. In tools/loop/record.py add its name to FREE if it changes no result, or to
+    USED_FIRST_BY if the first stages do not use it. Otherwise it must stay the same once any stage has begun. A run
+    that is `like` another takes it over, unless `begin_like` in tools/loop/settings.py drops it. If the machine
+    decides its value, add it to Question and `answer` in tools/loop/machine.py.
+    """
 
     model: str = flag("base model: a folder, or a name on the hub")
     words: str = flag("word list of self-play, one word a line")
@@ -122,6 +128,11 @@ SET_IN_PLAY = {
     "seed",
 }
 SET_IN_REWARDS = {"input_data_path", "output_data_path", "tokenizer", "seed"}
+# A new stage is a line here, and a Step that `steps` in tools/run_spag.py yields. A key above the tables reaches its
+# flags too. Its program is imported at the top of this file, so it must not import torch there: --help would wait.
+# If no later stage reads its results, add the table to MEASURES in tools/loop/record.py, otherwise to RESULTS and
+# `compared_flags` there. Add its input files to `missing_files` in tools/loop/inputs.py. To show its results, change
+# `read_folder` in tools/measure/report_contents.py and `loop_numbers` in tools/lab/table.py.
 PROGRAMS = {
     "imitation": Program("train.py", None, SET_IN_TRAINING),
     "play": Program("tools/play_llm_game.py", play_llm_game.Flags, SET_IN_PLAY),

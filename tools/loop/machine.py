@@ -75,8 +75,12 @@ def choose_deepspeed(question: Question, gpus: int, memory: int) -> str:
     """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
     Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
-    copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters.
+    copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters. ZeRO-2 is not
+    tried with LoRA, because it splits only what belongs to trained parameters.
+    A reference that is another model than the policy is not counted.
     """
+    # 18: 4 weights + 4 gradients + 8 Adam + 2 copies. 22: DDP has 4 bytes of gradients more, in its buckets.
+    # ZeRO-2 keeps 4, half-precision weights and gradients, and splits 16. ZeRO-3 splits all 20.
     ways = {NONE: 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     if question.lora:
         ways = {NONE: 2.2, "configs/zero3.json": 2.2 / gpus}
@@ -90,7 +94,7 @@ def choose_deepspeed(question: Question, gpus: int, memory: int) -> str:
 def check_match(question: Question, precision: str, memory: int) -> None:
     """Raise UserError for two models that do not fit the GPUs of one process together."""
     models = 2 * count_parameters(question.model) * (4 if precision == "fp32" else 2)  # bytes of their weights
-    room = 0.9 * question.match_gpus * memory
+    room = 0.9 * question.match_gpus * memory  # vLLM's share of a GPU (MEMORY_SHARE in tools/engine/vllm.py)
     if models > room:
         sizes = f"{models / 2**30:.0f} GiB, and they may take {room / 2**30:.0f} GiB"
         raise UserError(f"match.words: the two models of a match have {sizes}; match.words= leaves matches out")

@@ -2,7 +2,8 @@
 
     QUICK=1 python -m tools.loop.quickstart output=outputs/mine epochs=2
 
-Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quickstart.sh`.
+Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quickstart.sh`. The world always has the seed
+0, and `seed` is that of the loop alone.
 """
 
 import os
@@ -85,7 +86,8 @@ def last_lines(output: Path) -> list[str]:
     report = output / "report.html"
     models = [output / "imitation" / "model"]
     models += sorted(output.glob("epoch*/model"), key=lambda path: epoch_of(path.parent))
-    play = {  # the model hints at a word, the person has one guess
+    # The model hints at a word, the person has one guess. These values repeat configs/tiny.toml, which the loop reads.
+    play = {
         "attacker_model_name_or_path": models[-1],
         "defender_model_name_or_path": "human",
         "data_path": output / "data" / "words.txt",

@@ -14,7 +14,8 @@ from tools.players.flags import PlayFlags
 from utils import UserError, read_json
 
 FORMAT = 2  # of OUTPUT/settings.json
-MACHINE_SETTINGS = {  # of the loop itself: how a machine computes
+# Settings of the loop itself that say how a machine computes. `precision` is none of them, because it changes results.
+MACHINE_SETTINGS = {
     "processes",
     "machines",
     "machine",
@@ -23,7 +24,8 @@ MACHINE_SETTINGS = {  # of the loop itself: how a machine computes
     "deepspeed",
     "gradient_checkpointing",
 }
-# The flags of stages that say how a machine computes, too. A run like another takes none of these from it.
+# The flags of stages that say how a machine computes, too. A run like another takes none of these from it. It takes
+# over per_device_train_batch_size, which changes the loss unless loss_normalization=step.
 THIS_MACHINE = MACHINE_SETTINGS | {
     "engine",
     "tensor_parallel_size",
@@ -48,7 +50,7 @@ USED_FIRST_BY = {
     "max_words": "play",
     "games_per_word": "play",
     "first_episodes": "rewards",
-    "control": "rewards",
+    "control": "rewards",  # which model plays epoch 1 does not depend on it
     "like": "rewards",
 }
 
@@ -163,6 +165,11 @@ def with_output(settings: Settings, outputs: Iterable[str], other: str) -> Setti
 
 
 def write_record(loop: Loop, words: list[str]) -> None:
+    """Write OUTPUT/settings.json and words.txt, over those of an earlier start.
+
+    `made_by` has versions and the commit of this start. `check_record` does not compare them, so a run goes on under
+    changed code.
+    """
     folder = Path(loop.output)
     record = {"format": FORMAT, "settings": loop.settings(), "made_by": utils.made_by()}
     if loop.like:

@@ -27,7 +27,8 @@ from utils import ROOT, UserError, read_json
 DEFAULTS = ROOT / "configs" / "default.toml"
 NEEDED = ("model", "words", "output")
 LORA_RATE = "1e-4"  # merging adapters into bf16 weights loses smaller updates
-# If one of these differs, a run that is `like` another must say what takes the place of its imitation and games.
+# If one of these differs, a run that is `like` another must say what takes the place of its imitation and games: the
+# imitation model has learned this game in these prompts.
 FOUNDATION = ("model", "play.game", "play.game_options", "play.prompt_templates", "play.chat_template")
 OF_EPISODES = ("words", "max_words", "games_per_word")
 
@@ -108,7 +109,11 @@ class BegunLike(NamedTuple):
 
 
 def begin_like(folder: str, changes: Settings) -> BegunLike:
-    """The settings of another run, with its imitation model and its games of epoch 1 if they can be kept."""
+    """The settings of another run, with its imitation model and its games of epoch 1 if they can be kept.
+
+    Both are kept unless a changed setting decides them, so that the runs do not differ by another draw of imitation or
+    games too. Which settings decide them is in FOUNDATION, OF_EPISODES, and `is_free` of tools/loop/record.py.
+    """
     stored = settings_of_like(folder, str(changes.get("output")))
     dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}
     settings = {name: value for name, value in stored.items() if name.rpartition(".")[2] not in dropped}

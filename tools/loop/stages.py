@@ -1,7 +1,9 @@
 """How the loop runs the programs of its stages: logs, the bar, signals, and the lock of a folder of results.
 
-A program runs in a process group of its own. Its output goes to OUTPUT/logs/STAGE.log. The terminal shows its bar, and
-at its end its warnings and its last line.
+A stage is a process, so that its GPU memory, and what torch and DeepSpeed leave in the environment, end with it. The
+program runs in a session of its own: Ctrl-C reaches the loop alone, which then ends the program by `end_group`. Its
+output goes to a file, OUTPUT/logs/STAGE.log. A pipe would break if the loop were killed, and the program with it. The
+terminal shows its bar, and at its end its warnings (lines with WARNING) and its last line.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ from utils import INTERRUPTED, LAUNCHER_VARIABLES, ROOT, UserError, printable
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
 TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM
-GRACE = 7  # seconds that the processes of a stage have to end by themselves
+GRACE = 7  # seconds that the processes of a stage have to end by themselves; the loop then ends within 10
 ERROR = re.compile(r"^\w+\.py: error: ")  # of our programs; torchrun writes forty lines more
 # A bar of tqdm, as in "play:  40%|████      | 4/10 [00:02<00:03]", and the codes behind it that move the cursor up.
 BAR = re.compile(r"^.*\d%\|[^]]*\](\x1b\[A)*")
@@ -55,6 +57,7 @@ class Stages:
                 signal.signal(number, self._note_signal)
 
     def _note_signal(self, number: int, frame) -> None:
+        # To raise here could leave a program behind that Popen has just started. `_wait` looks at it twice a second.
         self.signal = number
 
     def run(self, name: str, command: Sequence[str], **variables: str) -> None:
