@@ -188,11 +188,12 @@ def own_game(language: str) -> str:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_python_code_runs_as_it_is_written(name, tiny_model, monkeypatch, capsys):
-    """A model folder stands where the code names one in outputs/."""
+    """A page's blocks go on from each other. A model folder stands where the code names one in outputs/."""
+    names = {"__name__": "readme"}
     for code in blocks(TEXTS[name], "python"):
         if name == "tools/games/README.md" and code == own_game("python"):
             continue  # tested below
-        exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), {"__name__": "readme"})
+        exec(compile(re.sub(r'"outputs/[^"]*"', repr(tiny_model), code), name, "exec"), names)
 
 
 def own_rewards() -> dict:

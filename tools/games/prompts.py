@@ -61,7 +61,8 @@ def play_prompt(
 ) -> str:
     """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
 
-    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction.
+    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction; `chat_messages` in
+    tools/games/chat.py, which makes a list of messages, can stand there too.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
