@@ -131,7 +131,10 @@ def test_a_wrong_setting_is_refused_before_the_world_is_built(quickstart, capsys
 def test_without_match_and_report_it_still_says_how_to_play(quickstart, tmp_path):
     (tmp_path / "outputs/quickstart/imitation/model").mkdir(parents=True)
     printed, *_ = quickstart("until=imitation")
-    assert "report" not in printed and "outputs/quickstart/imitation/model" in printed.splitlines()[-1]
+    assert "report" not in printed and "outputs/quickstart/imitation/model " in printed.splitlines()[-1]
+    (tmp_path / "outputs/quickstart/imitation/model/merged").mkdir()  # of adapters
+    printed, *_ = quickstart("until=imitation", "lora_rank=4")
+    assert "outputs/quickstart/imitation/model/merged " in printed.splitlines()[-1]
 
 
 def test_a_signal_reaches_the_loop(tmp_path):

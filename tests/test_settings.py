@@ -336,6 +336,19 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, num
     assert [chosen[name] for name in names] == expected
 
 
+@pytest.mark.parametrize(
+    "imitation, ranks, expected",
+    [
+        ("imitation.train_data_path=rows.json", "lora_rank=4", True),
+        ("imitation.train_data_path=rows.json", "training.lora_rank=4", False),
+        ("imitation_model=folder", "training.lora_rank=4", True),
+    ],
+)
+def test_memory_is_that_of_adapters_if_each_training_that_runs_has_them(imitation, ranks, expected):
+    loop, _ = read_loop(["model=m", "words=w", "output=o", imitation, ranks])
+    assert run_spag.question(loop).lora is expected
+
+
 def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
     changes = {"model": large_model, "match.words": tmp_path / "words.txt", "processes": 4, "precision": "bf16"}
     gpus(2, 80)

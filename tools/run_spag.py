@@ -63,7 +63,7 @@ def steps(loop: Loop) -> Iterator[Step]:
     """
     model = loop.imitation_model or loop.model  # the newest model
     player = "imitation"  # its name in files
-    if "train_data_path" in loop.stages["imitation"] and not loop.imitation_model:
+    if imitates(loop):
         folder = f"{loop.output}/imitation/model"
         yield training_step(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
@@ -102,6 +102,11 @@ def steps(loop: Loop) -> Iterator[Step]:
             "dtype": DTYPES[loop.precision],
         }
         yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
+
+
+def imitates(loop: Loop) -> bool:
+    """Whether imitation is trained. If not, `imitation_model` or the base model plays epoch 1."""
+    return "train_data_path" in loop.stages["imitation"] and not loop.imitation_model
 
 
 def planned_steps(loop: Loop) -> list[Step]:
@@ -323,7 +328,8 @@ def question(loop: Loop) -> Question:
     """What the loop asks about this machine."""
     names = [field.name for field in dataclasses.fields(Question)]
     asked = {name: getattr(loop, name) for name in names if name in OWN}
-    has_lora = all("lora_rank" in loop.stages[stage] for stage in TRAININGS)
+    trainings = TRAININGS if imitates(loop) else ("training",)
+    has_lora = all("lora_rank" in loop.stages[stage] for stage in trainings)
     gpus = loop.of("match").tensor_parallel_size if "words" in loop.stages["match"] else None
     return Question(**asked, lora=has_lora, match_gpus=gpus)
 

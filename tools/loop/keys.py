@@ -90,7 +90,7 @@ class OwnSettings(FlagGroup):
     )
     deepspeed: str = flag("a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO)
     rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0")
-    rendezvous_id: str = flag("name of the launch; others that use the same port need another", default="spag")
+    rendezvous_id: str = flag("name of the launch, which keeps machines of another launch out", default="spag")
     report: bool = flag("make report.html after each epoch", default=True)
     check: bool = flag("end after the checks, and print the command of each stage", default=False)
 

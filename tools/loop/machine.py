@@ -20,7 +20,7 @@ from utils import ROOT, UserError, read_json
 
 @dataclass
 class Question:
-    """The settings that are asked about. `lora`: both trainings have adapters; `match_gpus`: None without a match."""
+    """The settings that are asked about. `lora`: all trainings have adapters; `match_gpus`: None without a match."""
 
     model: str
     processes: int | str

@@ -87,8 +87,9 @@ def last_lines(output: Path) -> list[str]:
     models = [output / "imitation" / "model"]
     models += sorted(output.glob("epoch*/model"), key=lambda path: epoch_of(path.parent))
     # The model hints at a word, the person has one guess. These values repeat configs/tiny.toml, which the loop reads.
+    merged = models[-1] / "merged"  # where lora_rank is set, the folder itself has adapters alone
     play = {
-        "attacker_model_name_or_path": models[-1],
+        "attacker_model_name_or_path": merged if merged.is_dir() else models[-1],
         "defender_model_name_or_path": "human",
         "data_path": output / "data" / "words.txt",
         "prompt_templates": "configs/prompts/tiny.json",
