@@ -171,6 +171,12 @@ def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_ter
 
 
 @pytest.mark.parametrize("name", TEXTS)
+def test_comments_in_shell_blocks_hold_no_quote_which_a_pasted_line_would_open_in_zsh(name):
+    lines = "\n".join(blocks(TEXTS[name], "bash")).splitlines()
+    assert [line for line in lines if line.startswith("#") and re.search("['\"`]", line)] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_every_link_leads_somewhere(name):
     for path, anchor in re.findall(r"\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)", prose(TEXTS[name])):
         place = (ROOT / name).parent / path if path else ROOT / name
