@@ -217,9 +217,13 @@ def offline_po_loss(
     a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
-    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. False is the released loss; configs/README.md
-    compares the two. The numbers of rows are by default those of the batch; a kind without rows contributes 0. Each
-    kind is divided by its own number, so alpha weighs two means and does not depend on the mix of rows.
+    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. False is the released loss: its gradient also
+    flows through the KL inside A. A row with a negative reward is then made less likely without help of the clip,
+    which holds r and not A, until A = beta; for a reward of -0.5 that is at l - l_ref = -3.5. configs/README.md
+    compares the two losses.
+
+    The numbers of rows are by default those of the batch; a kind without rows contributes 0. Each kind is divided by
+    its own number, so alpha weighs two means and does not depend on the mix of rows.
 
     `method_loss` of OfflinePOTrainer and `loss` in tools/spag.py call this; a new argument goes into both.
     """
@@ -700,7 +704,11 @@ class SPAGTrainer(Trainer):
                 delete_checkpoint(old)
 
     def check_finite(self) -> None:
-        """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this."""
+        """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this.
+
+        `log` and `_save_checkpoint` call it first, and train.py before it saves the model. So neither a checkpoint nor
+        a model is written after such a loss; earlier checkpoints stay.
+        """
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
             raise utils.UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
@@ -758,7 +766,9 @@ class SPAGTrainer(Trainer):
         """Log these numbers and, beside a loss, our metrics since the last log.
 
         All ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may stop the training on
-        them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks alike.
+        them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks alike, and train.py
+        saves the model. To end without a model, raise UserError here, as `check_finite` does; the loop then stops too.
+        The limit is a field of SPAGArguments (arguments.py), without a place in COMPARED.
         """
         if "loss" in logs:
             self.check_finite()

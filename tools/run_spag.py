@@ -126,6 +126,9 @@ def stage_step(
     the `flags` that play_step or self_play_step give here. `flags` also replace what a user has set. So either compute
     them from `loop.of(stage)`, or put the flag into the `set_by_loop` of its Program (tools/loop/keys.py), which
     refuses it as a setting.
+
+    Without a change of the code, let each epoch be a run of its own: output=B like=A epochs=1 seed=43
+    imitation_model=A/epoch1/model training.lm_kl_coeff=0.1. The matches of B are then against that model.
     """
     # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}

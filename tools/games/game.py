@@ -73,7 +73,9 @@ class Game:
 
         They fill the role's instruction in prompts of play, of training and of belief. A text may change from message
         to message: the number of the turn is `len(history) // 2 + 1`. A new slot must stand in this role's instruction
-        in every prompt file of the game, or `load_templates` (tools/games/prompts.py) refuses the file.
+        in every prompt file of the game, or `load_templates` (tools/games/prompts.py) refuses the file. How many turns
+        are left depends on --max_turns, which a game does not know: let `instruction` there fill such a slot, beside
+        {max_turns}, from the history that its callers have (`play_prompt`, `training_prompt`, and Turn).
         """
         raise NotImplementedError
 

@@ -58,7 +58,11 @@ def with_secret(game: Game, secret: str, candidates: Sequence[str], number: int 
 
 
 def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[str]) -> int:
-    """The number of candidates that every secret has: one that is a form of several leaves fewer."""
+    """The number of candidates that every secret has: one that is a form of several leaves fewer.
+
+    All games are measured among so many, because values of log_share among different numbers do not compare: a
+    uniform guess among N has -log N.
+    """
     return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
 

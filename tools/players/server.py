@@ -223,7 +223,11 @@ class ServerPlayer(Player):
         return join_thought(f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>", text)
 
     def _failure(self, status: int | None, said: str) -> Exception:
-        """The exception for what a server said, in one line without the key: UserError ends the run."""
+        """The exception for what a server said, in one line without the key: UserError ends the run.
+
+        ReplyUnavailable gives up this game alone: `play_games` in tools/selfplay/play.py warns, does not store it and
+        goes on. Play then ends with status 3, and the same command plays the game again from its beginning.
+        """
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
         if status in (OK, *REFUSED):

@@ -37,6 +37,10 @@ async def play_game(
     `players` are by role; `index` is the task's index in the word list; `templates` default to the game's own. A reply
     loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
     its turn in the other's prompt, and go on in another name.
+
+    A player does not know the task, so a reply that is to be drawn again, as after a breach, is judged and asked for
+    again here. vLLM and servers draw by `draw_seed` (tools/players/player.py), which must then mix in the number of
+    the try, a new field of Turn. A flag for it needs PlayFlags, `play_words`, and tools/spag.py.
     """
     special = special_texts_of(players)
     history: list[dict[str, str]] = []

@@ -66,8 +66,8 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
     """Judge the episodes of which rows are made. UserError for an invalid one, and for a message out of turn.
 
     A query is the prompt of the role whose turn it is: under it, another role's message would be taught to the wrong
-    player. `game_result` says why a stored outcome is not taken. `where` and `first` name an episode as in
-    `check_episodes`.
+    player. Messages behind the decisive one need only be well formed, and become no rows (`game_rows`). `game_result`
+    says why a stored outcome is not taken. `where` and `first` name an episode as in `check_episodes`.
     """
     check_episodes(game, episodes, where, first)
     results = [game_result(game, episode) for episode in episodes]

@@ -98,8 +98,10 @@ def prompt_fn(
 
     In a chat template, RANDOM ones differ from those of play by their rule text alone.
 
-    RANDOM is the paper's, so that no layout is learned by heart. The message was sampled under the prompt of play. So
-    the importance ratio of such a row compares two models under another prompt than that; with PLAY it is the same.
+    RANDOM is the paper's, so that no layout is learned by heart. `training_prompt` in tools/games/prompts.py draws
+    separator, names, layout and rule text. `rng` begins with --seed of tools/assign_rewards.py, in the loop seed + K.
+    The message was sampled under the prompt of play. So the importance ratio of such a row compares two models under
+    another prompt than that; with PLAY it is the same.
     """
     if kind not in (RANDOM, PLAY):
         raise UserError(f"training_prompt is {kind!r}; it must be {RANDOM!r} or {PLAY!r}")
