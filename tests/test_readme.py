@@ -258,6 +258,18 @@ def test_the_trainer_of_the_page_of_pieces_has_the_same_step_with_and_without_ac
     assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
 
 
+def test_a_stored_reference_gives_the_loss_of_the_page_of_pieces(tiny_model):
+    (code,) = [code for code in blocks(PIECES, "python") if "stored_logprob" in code]
+    names: dict = {}
+    exec(code, names)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    rows = spag.rows(spag.play(["cat"], lambda turn: "It purrs.", lambda turn: "I know the word! It is cat!"))
+    batch = spag.batch(rows, tokenizer)
+    loss, metrics = names["loss_with_stored"](model, batch, names["stored_logprob"](model, batch))
+    assert loss.requires_grad and loss.item() == pytest.approx(-0.5)  # reward 1, weight 0.5, ratio 1
+    assert metrics["policy_loss"].item() == loss.item() and tuple(metrics["log_ratio"]) == (0, 1)
+
+
 class Careful(Player):
     """Leaves a multiple of four wherever it can, else takes one."""
 
