@@ -605,8 +605,9 @@ class SPAGTrainer(Trainer):
 
         The reference is frozen, so each row's number is computed once, and no second model takes memory in training.
         Ratio and KL read these numbers. A further reference, such as one for the KL alone, needs a flag, a line in
-        `run_settings` (arguments.py), a tensor and a file like these, and an argument of `offline_po_loss`. If the
-        reference moves in training, its numbers must be computed and stored again: this runs before the first step.
+        `run_settings` (arguments.py), a tensor and a file like these, and an argument of `offline_po_loss`. In the
+        loop `self_play_step` hands it over; `steps` in tools/run_spag.py knows the imitation model. If the reference
+        moves in training, its numbers must be computed and stored again: this runs before the first step.
         """
         path = Path(self.args.output_dir, REFERENCE_FILE)
         in_training = len(self.train_dataset)

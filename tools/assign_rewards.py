@@ -119,10 +119,11 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
     """All rows, and what the record notes of the games: how they ended, and the weights of roles.
 
-    To leave out games, choose among `records` before they are judged: the weights of roles count all games that are
-    judged, of all files together. In the loop `rewards_step` in tools/run_spag.py names the games of one epoch. Games
-    of earlier epochs can be added there, but they were played by other models than the reference (`training_step`
-    there), with which the importance ratio compares.
+    To leave out games, take them out of `episodes` and `results` alike, before `game_rows`: the weights of roles count
+    all games that are left, of all files together. A result has the game's length up to the decisive message. In the
+    loop `rewards_step` in tools/run_spag.py names the games of one epoch. Games of earlier epochs can be added there,
+    but they were played by other models than the reference (`training_step` there), with which the importance ratio
+    compares.
     """
     episodes = []
     results = []

@@ -62,7 +62,8 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     """Scores by model and benchmark, and the harness's versions.
 
     Each model and benchmark is a run of the harness of its own, which loads the model again. So a run that fails is
-    only logged, and the same command asks what is missing.
+    only logged, and the same command asks what is missing. A model that lacks a score has no geometric mean
+    (`score_rows` in tools/measure/reasoning_table.py); the harness's own words are in OUTPUT_DIR/MODEL/TASK.log.
     """
     import torch
 

@@ -152,7 +152,8 @@ class Stopped(Exception):
 def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> None:
     """Run the arms that have not ended with these settings. UserError for one that fails, Stopped after a signal.
 
-    One after the other, because later arms begin with the imitation model and the games of an earlier one.
+    One after the other, because later arms begin with the imitation model and the games of an earlier one: `like_of`
+    says of which, and `begin_like` in tools/loop/settings.py keeps both unless a setting that decides them differs.
     ARM.finished holds the command of an arm that has ended. With another command the arm runs again, but its loop
     refuses settings that change results in the same folder. To change a finished arm, delete its folder and its
     ARM.finished, and those of the arms that begin like it.

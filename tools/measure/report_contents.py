@@ -67,7 +67,11 @@ def read_episodes(path: Path, game: Game) -> list[dict]:
 
 
 def shown_game(game: Game, number: int, episode: Mapping) -> dict:
-    """One game as the page's script reads it. `number` is its index in the file."""
+    """One game as the page's script reads it. `number` is its index in the file.
+
+    A further text, such as a thought (`episode["replies"][k]["thought"]`), is one more value of a message here, and is
+    shown by tools/measure/report_page.js.
+    """
     word = episode["target_word"]
     outcome = episode["outcome"]
     length = episode["length"]
