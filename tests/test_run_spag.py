@@ -161,6 +161,11 @@ def test_each_epoch_starts_from_the_model_before_and_all_are_measured(commands, 
     check_flags(made["reasoning"])
 
 
+def test_the_last_report_comes_after_the_benchmarks_which_it_shows(inputs):
+    loop, _ = read_loop(words_of(inputs | {"reasoning.tasks": "MMLU", "epochs": 1}))
+    assert [step.name for step in run_spag.steps(loop)][-4:] == ["epoch1_eval", "report", "reasoning", "report"]
+
+
 def test_settings_reach_the_stages(commands, inputs, tmp_path):
     prompts, words = ROOT / "configs/prompts/thinking.json", tmp_path / "two words.txt"
     words.write_text("river\n")

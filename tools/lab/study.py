@@ -29,7 +29,8 @@ from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
 from utils import INTERRUPTED, ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # for each program, because seeds run side by side
+# For each program, because seeds run side by side. Where the user has set these variables, they stay.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 # How a program ends after a signal: by the signal itself, or with the status of our own programs.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -242,7 +243,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
             signal.signal(number, hand_on)
-    os.environ.update(environment() | ONE_THREAD)
+    os.environ.update(ONE_THREAD | environment())
     pool = ThreadPoolExecutor(flags.jobs)  # threads suffice: they only wait for programs
     try:
         ended = list(pool.map(partial(run_and_report, study, flags.settings, output), flags.seeds))
