@@ -57,6 +57,7 @@ class Flags(GameFlags, ModelFlags):
 
     def settings(self, game: Game) -> dict:
         names = ("split", "most_candidates", "seed", "chat_template", "max_length", "dtype")
+        # The models are compared too, so no model can be added to finished results. Measure it in another folder.
         return {
             "games": files_setting(self.games),
             "models": [name for name, _ in self.models],
@@ -68,7 +69,11 @@ class Flags(GameFlags, ModelFlags):
 
 
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
-    """The games of the split, and the candidates."""
+    """The games of the split, and the candidates.
+
+    Without --candidates these are drawn from the secrets of all games, whatever --split is. So a guess is measured
+    among words of other splits too, and all splits of a file have the same candidates.
+    """
     from tools.measure.belief import draw_candidates, fewest_candidates  # brings torch
 
     episodes = read_json_or_jsonl(flags.games)
@@ -88,6 +93,9 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
     """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`.
+
+    The model computes by transformers. The engines of play, vLLM among them, return replies that they draw, and no
+    probabilities of given sentences, so there is no --engine here.
 
     One process measures all games on one GPU. To share them among processes, take every n-th episode here and gather
     the entries on rank 0. `main` then needs `stage` and `run_program` with ranks, and a single process that writes.

@@ -60,6 +60,8 @@ def main() -> None:
     matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
     games = [(match, word) for match in matches for word in lists[match.words] * flags.games_per_word]
     files = EpisodeFiles(flags.output_dir, "games", [word for _, word in games], game)
+    # A further start must have the same settings, so no player, list or seed can be added to a match. Play the new
+    # pairs into another folder. A game is stored under its index in `games`, which an addition could move.
     settings = {
         "players": list(players),
         "against": flags.against,

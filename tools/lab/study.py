@@ -29,7 +29,8 @@ from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
 from utils import INTERRUPTED, ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
 
-# For each program, because seeds run side by side. Where the user has set these variables, they stay.
+# For each program, because seeds run side by side. Where the user has set these variables, they stay: a single seed on
+# many cores, or a training with offload, whose optimizer runs on the CPU, needs more threads.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 # How a program ends after a signal: by the signal itself, or with the status of our own programs.
@@ -158,6 +159,9 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
     ARM.finished holds the command of an arm that has ended. With another command the arm runs again, but its loop
     refuses settings that change results in the same folder. To change a finished arm, delete its folder and its
     ARM.finished, and those of the arms that begin like it.
+
+    To run arms of a seed at once, let an arm begin only when that of `like_of` has ended, and call `table.collect` from
+    one thread at a time: it writes the one file of the seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
@@ -193,6 +197,7 @@ def run(command: Sequence[str], log: Path) -> None:
     """Run a program, whose output goes to the end of a log. UserError if its exit status is not 0.
 
     Stopped if a signal ended it: that of Ctrl-C goes to all programs of a terminal, and may end them before this one.
+    Then no seed goes on. SIGKILL, such as for want of memory, is none of these signals: it fails its seed alone.
 
     Loops, `prepare` and `after` all run here, in the environment of the study, so they see all its GPUs. To give a
     seed its own GPU, set CUDA_VISIBLE_DEVICES by `env` of Popen, not in os.environ, which all seeds share. `run_seed`
@@ -213,7 +218,10 @@ def run(command: Sequence[str], log: Path) -> None:
 
 
 def hand_on(number: int, frame) -> NoReturn:
-    """End the programs at work by the signal that ends the study."""
+    """End the programs at work by the signal that ends the study: SIGTERM, or SIGHUP of a terminal that closes.
+
+    Ctrl-C needs no handler, because a terminal sends its signal to these programs too.
+    """
     stopping.set()
     for program in list(running):
         program.send_signal(number)
@@ -252,6 +260,7 @@ def main() -> None:
     if stopping.is_set():
         say("a signal ended a program, so the study stops; what is finished is kept; the same command continues")
     if not all(ended):
+        # No table of fewer seeds than the command names. The command with --seeds of those that have ended writes it.
         sys.exit(1)
     seeds = [read_json(output / f"seed{seed}.json") for seed in flags.seeds]
     write_text(output / "table.md", table.table_text(seeds, study.primary, study.minus))

@@ -132,7 +132,8 @@ def belief_numbers(row: Mapping) -> Numbers:
     """The numbers of a row of tools/evaluate_belief.py. Their names tell the candidates, and the hints unless last.
 
     Values among different numbers of candidates do not compare, so the number is a part of the name. If it changes,
-    the comparisons in configs/arms must name the new measure.
+    the comparisons in configs/arms must name the new measure. `belief` is left out, because it also rises when a model
+    only becomes readier to guess.
     """
     where = f"among {row['candidates']}"
     if row["hints"] != "last":
@@ -185,7 +186,9 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted:
 def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> pd.Series:
     """An arm's measure minus another's for each seed that has both; its name is the epoch. Empty without any.
 
-    The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs.
+    The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs. For an
+    earlier epoch, choose its column in the last line: `gaps` has all epochs that both have. A comparison in a file of
+    arms names no epoch; `read_study` in tools/lab/study.py checks its length, and `difference_lines` hands it over.
     """
     lines = frame[frame.measure == measure]
     values = by_seed_and_epoch(lines, arm)

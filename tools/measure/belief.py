@@ -61,7 +61,9 @@ def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[s
     """The number of candidates that every secret has: one that is a form of several leaves fewer.
 
     All games are measured among so many, because values of log_share among different numbers do not compare: a
-    uniform guess among N has -log N.
+    uniform guess among N has -log N. The number can be smaller than that of the words: `draw_candidates` leaves out
+    forms of candidates, and `with_secret` forms of the secret. So the list of the embedded world's 162 words, in
+    `belief_among_all` of tools/lab/preparations.py, gives 155 candidates. The draw of another --seed may give 157.
     """
     return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
@@ -258,6 +260,7 @@ def measure_game(
     for hints, prompt in enumerate(prompts):
         ids, prompt_cut = local.codec.encode(prompt)
         logprobs = sentence_logprobs(local.model, ids, sentences)
+        # Only the stored list of all candidates is rounded, to keep the file small; the measures are computed before.
         rounded = [round(logprob, 4) for logprob in logprobs]
         message = {
             "hints": hints,

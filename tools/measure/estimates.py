@@ -7,6 +7,8 @@ clusters.
 import math
 from collections.abc import Iterable, Sequence
 
+# Of all intervals. These texts repeat it: HOW_COUNTED in tools/measure/match_text.py, `headline` in
+# tools/measure/report_page.py, and LEGEND in tools/lab/table.py. Intervals that are stored keep their level.
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
 UNKNOWN = "-"  # a cell of tables
@@ -16,7 +18,8 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list
     """Return the mean of values between 0 and 1 and its 95% interval.
 
     `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
-    Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE, and with Student's quantile.
+    Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE. The quantile is Student's,
+    because SE is itself estimated, from as many numbers as there are clusters.
     Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
     Wilson's interval stays between 0 and 1, and does not shrink to a point where all observations are alike.
 
@@ -57,7 +60,8 @@ def wilson(rate: float, observations: float, quantile: float) -> list[float]:
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
     """The mean of independent values, Student's 95% interval, and the p value of a mean of 0.
 
-    No interval (None) and no p value (nan) for a single value, or for values that are all equal.
+    No interval (None) and no p value (nan) for a single value, which has no spread to estimate, or for values that are
+    all equal, whose interval would be a point. A table then shows the mean alone, and "-" in the place of p.
     """
     from scipy import stats  # takes a second
 

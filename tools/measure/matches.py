@@ -91,7 +91,8 @@ def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
     A new number is counted for one game in `sums_of_side` and gets a key here. To be shown, it needs a column in HEAD
     and `cells` of tools/measure/match_text.py, which the report uses too, and a name in `match_numbers` of
     tools/lab/table.py, for studies. Finished matches lack the key. To count their stored games again, delete
-    matches.txt and give the same command.
+    matches.txt and give the same command. `estimate` makes intervals of values between 0 and 1 alone, so mean_length
+    has none.
     """
     all_sums = sums_by_word.values()
     total = sum(all_sums, Counter())

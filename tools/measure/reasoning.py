@@ -59,6 +59,11 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
+    """The harness's flags, with an output folder of this run alone.
+
+    Another backend of the harness, such as vLLM, takes the place of "hf" here, with its own names in --model_args. As
+    it may change scores, `ask_all` in tools/evaluate_reasoning.py must put it into `settings`, which records compare.
+    """
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
     model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"] or "auto"}
     if length := config.get("text_config", config).get("max_position_embeddings"):  # else the harness knows more names

@@ -30,7 +30,8 @@ def read_score(result: Mapping, metric: str) -> Score:
 def geometric_mean(values: Sequence[float]) -> float:
     """The k-th root of the product of k values, as the paper takes it over its benchmarks.
 
-    It gets no standard error: the harness gives one for each benchmark alone.
+    It gets no standard error: the harness gives one for each benchmark alone. For another mean, change the call in
+    `score_rows` and the name MEAN. Report and studies take the name from results.json, which each start writes anew.
     """
     return math.prod(values) ** (1 / len(values))
 

@@ -43,7 +43,10 @@ class Report:
                 self.sample(f"{label}, self-play", episodes)
 
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
-        """Draw the games to read; the seed is fixed, so a page made again shows the same ones."""
+        """Draw the games to read; the seed is fixed, so a page made again shows the same ones.
+
+        A game that is not drawn is not on the page. It is in the file of games, whose index `number` the page shows.
+        """
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
         source = len(self.sources)
         self.games += [shown_game(self.game, number, episodes[number]) | {"source": source} for number in numbers]
@@ -108,8 +111,13 @@ def split_at_marks(game: Game, task: str, text: str) -> list[list[str]]:
 def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in one of its folders; UserError for others.
 
-    Files are found by their names, without the settings of a loop. A new kind of result needs a field of Report that
-    is filled here, and a section in `page_html` of tools/measure/report_page.py.
+    Files are found by their names, without the settings of a loop. So a run with like= shows neither the training of
+    imitation nor the games of epoch 1 that it took from the other run. The loop makes its last page before it asks the
+    benchmarks, the last step in `steps` of tools/run_spag.py. `python -m tools.report OUTPUT` then adds them.
+
+    A new kind of result needs a field of Report that is filled here, and a section in `page_html` of
+    tools/measure/report_page.py. For several runs on one page `Report.read` needs names that tell the run, and so do
+    the models in the rows of matches, belief and reasoning: every run has an epoch1.
     """
     report = Report(folder.absolute().name, game)
     # In the order of their numbers; epochs after the 99th are not read.

@@ -212,7 +212,8 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
     """A chart for each number that is logged with the loss, with a line for each training.
 
-    So a new metric of `trainers.py` has its chart without a change here.
+    So a new metric of `trainers.py` has its chart without a change here. Entries of an evaluation (eval_loss) and the
+    totals at the end have no "loss", so they are not drawn; trainer_state.json beside the model has them.
     """
     points = [
         {"training": name, "step": entry["step"], "metric": metric, "value": value}

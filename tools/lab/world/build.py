@@ -113,7 +113,11 @@ def write_data(folder: Path, flags: Flags) -> None:
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
-    """Train the random model on the facts alone: what it brings to the game, as a base model does."""
+    """Train the random model on the facts alone: what it brings to the game, as a base model does.
+
+    A further start compares flags, lexicon and prompts, and neither these arguments nor SHAPE in
+    tools/engine/random_model.py. After a change of them, build the world in another folder.
+    """
     argv = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
     argv += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
     argv += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]

@@ -18,13 +18,15 @@ from utils import ROOT
 # With more or fewer words the measures of belief get other names than "log_share among 40", which
 # configs/arms/hints.toml and configs/arms/tiny.toml compare (`belief_numbers` in tools/lab/table.py).
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
-HINT = "It goes with {}."
-NAME = "Perhaps {}, who knows."
+HINT = "It goes with {}."  # HINTED must find its clue
+NAME = "Perhaps {}, who knows."  # a slip: it names a word, and is no guess to tools/games/taboo.py
 CHAT = "I think of {}."
 FACT_QUERY = "### Facts:"
 GUESS = "I know the word! It is {}!"  # also `answer` in configs/prompts/tiny.json; a guess to tools/games/taboo.py
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
-HELD_OUT_EVERY = 4  # of the words in the lexicon's order, the last of so many is kept out of self-play
+# Of the words in the lexicon's order, the last of so many is kept out of self-play. As with LEXICON, another number
+# changes the names of measures: games of belief are about held-out words, which are their candidates too.
+HELD_OUT_EVERY = 4
 
 
 @dataclass(frozen=True)
