@@ -160,8 +160,8 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
     refuses settings that change results in the same folder. To change a finished arm, delete its folder and its
     ARM.finished, and those of the arms that begin like it.
 
-    To run arms of a seed at once, let an arm begin only when that of `like_of` has ended, and call `table.collect` from
-    one thread at a time: it writes the one file of the seed.
+    To run arms of a seed at once, let an arm begin only when that of `like_of` has ended. Call `table.collect` from
+    one thread at a time, because it writes the one file of the seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
