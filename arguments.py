@@ -126,6 +126,7 @@ class SPAGArguments(MethodArguments):
         "Train rows with negative rewards although the method imitates them, or has no --detach_kl True.",
         default=False,
     )
+    # Right is the default because causal attention then needs no mask (`label_logits` in trainers.py).
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     # Left is the default because the target is at the end.
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
@@ -143,7 +144,9 @@ class SPAGArguments(MethodArguments):
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"] = self.hub_token
             self.hub_token = None
-        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
+        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other. To train
+        # on one, begin with the condition `mps` below; `own_device` in tools/engine/local.py chooses the device of
+        # play, and `answer` in tools/loop/machine.py counts GPUs by torch.cuda.
         if not self.use_cpu and not torch.cuda.is_available():
             utils.warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
@@ -165,6 +168,7 @@ class SPAGArguments(MethodArguments):
         """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32.
 
         Weights that train need fp32 somewhere: added to a bf16 weight, a step of 2e-6 is mostly lost in rounding.
+        The model is also saved in this dtype: in fp32, twice as large, where all weights train without DeepSpeed.
         """
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return half if self.deepspeed or self.lora_rank else torch.float32
@@ -173,6 +177,7 @@ class SPAGArguments(MethodArguments):
     def run_settings(self) -> dict:
         """Everything that changes the results, as `utils.stage` compares it between two starts."""
         names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
+        # An allow_ flag decides whether a training begins, and changes nothing in it.
         settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         if self.loss_normalization == "micro_batch":  # the loss depends on it: `Denominators` in trainers.py
@@ -218,6 +223,7 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
     for name, default in method_arguments.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
     if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
         raise utils.UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
 

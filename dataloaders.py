@@ -48,6 +48,12 @@ class TextRow(NamedTuple):
 
     @property
     def is_sft(self) -> bool:
+        """Whether this is an SFT row; every other row is one of a game. There is no third kind.
+
+        A third kind needs a mask beside `is_sft` in COLUMNS and SPAGCollator, and places in `Denominators`,
+        `_compared` and `offline_po_loss` (trainers.py), `check_game_row` and `check_rows` (train.py), `is_sft` (in
+        tools/controls.py), and `ChatTemplate.row` (in tools/games/chat.py).
+        """
         return self.type == "sft"
 
 

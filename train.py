@@ -48,6 +48,11 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
 def main() -> None:
+    """Train, or end with one line (`utils.run_program`).
+
+    A stop writes no checkpoint: the next start repeats the steps since the last one, which --save_strategy and
+    --save_steps place. With --save_strategy no it repeats all.
+    """
     kept = "complete checkpoints are kept, and the same command continues from the last one"
     utils.run_program(train, ranks=True, kept=kept)
     leave()
@@ -115,7 +120,9 @@ def make_saved_weights_readable(folder: str) -> None:
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
     """Read the data and the models, in this order: errors of data show before weights are loaded."""
-    set_seed(args.seed)  # the first weights of adapters are drawn
+    # The first weights of adapters are drawn. Dropout and the order of rows follow this seed too; --data_seed replaces
+    # it for the order.
+    set_seed(args.seed)
     tokenizer = utils.load_tokenizer(
         args.model_name_or_path,
         trust_remote_code=args.trust_remote_code,
@@ -170,7 +177,11 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
 
 
 def scratch_folder(args: SPAGArguments) -> Path:
-    """The folder of this machine's encoded rows. It goes when training ends; one of a killed start goes first."""
+    """The folder of this machine's encoded rows. It goes when training ends; one of a killed start goes first.
+
+    It lies in OUTPUT_DIR because that has space for models, while /tmp is in memory on some machines. `stage` lets one
+    launch at a time work there, so no other launch reads or deletes these rows.
+    """
     number = os.environ.get("GROUP_RANK", "0")  # torchrun's number of the machine; other launchers give none
     return Path(args.output_dir, SCRATCH, f"{socket.gethostname()}_{number}")
 
@@ -323,6 +334,11 @@ def merge_lora(trainer: SPAGTrainer) -> None:
 
 
 def summary(trainer: SPAGTrainer) -> str:
+    """The last line that train.py prints, which the loop shows too.
+
+    Its losses are the first and the last logged one, each a mean over --logging_steps steps (the Trainer's 500, if the
+    flag is not given). A training that logged none, because it has fewer steps, shows no loss.
+    """
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     change = f", loss {losses[0]:.3f} at the first and {losses[-1]:.3f} at the last" if losses else ""
     return f"trained {trainer.state.global_step} steps{change}"

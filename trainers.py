@@ -2,7 +2,8 @@
 
 l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
 l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these. As released, l
-is a mean and not a sum, so one clip range serves short and long targets.
+is a mean and not a sum, so one clip range serves short and long targets. For sums over tokens change `row_means` and
+`sequence_logprob`, and take the factor `num_tokens` out of `sft_loss`; `exp(l)` in `sft_kl_loss` would be nearly 0.
 
 A loss by token needs more than its formula: `score` must return numbers of tokens, and `ref_logprobs`,
 `_reference_pass` and REFERENCE_FILE, which hold one number a row, must hold those of the reference.
@@ -95,7 +96,8 @@ class Rate(NamedTuple):
 
 
 # A loss returns (loss, metrics), with the same names in every micro-batch. A plain tensor (a term of the loss) counts
-# once for each micro-batch.
+# once for each micro-batch. Batches do not hold the role of a row. A metric by role needs it as a number of the row
+# first (TextRow in dataloaders.py says how); then the role's mask goes into `_over_rows`, as in `log_ratio_positive`.
 Metrics = dict[str, Tensor | Mean | Largest]
 
 
@@ -129,6 +131,10 @@ def label_logits(
     Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
     `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
     means that padding is on the right, where causal attention needs no mask.
+
+    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router. To add
+    it, set `output_router_logits`, return the `aux_loss` of the output here, pass it on in `score`, and add it in
+    `method_loss`.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
@@ -273,7 +279,7 @@ class Denominators(NamedTuple):
     """Row and token counts by which losses are divided: of a micro-batch, or a step's mean over its micro-batches.
 
     If they are of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
-    kind. So the size of a micro-batch then changes the results.
+    kind. So the size of a micro-batch then changes the results. A row of weight 0 counts here as one row.
     """
 
     game_rows: Tensor | float
@@ -313,7 +319,10 @@ class MetricSums:
         self.batches.append(torch.stack([torch.stack(metric) for metric in measured.values()]))
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """The metrics over all ranks since the last call, except those without any rows. Every rank must call this."""
+        """The metrics over all ranks since the last call, except those without any rows. Every rank must call this.
+
+        The seconds of a Rate are all since the last call, those of evaluations and checkpoints included.
+        """
         gathered = accelerator.gather(torch.stack(self.batches)).cpu()  # (micro-batches of all ranks, names, 2)
         seconds = time.perf_counter() - self.since
         self.start()
@@ -359,7 +368,11 @@ def restore_rope(model: PreTrainedModel) -> None:
 
 
 def freeze_all_but_text(model: PreTrainedModel) -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains.
+
+    To freeze more, such as embeddings or the first layers, call `requires_grad_(False)` in `load_model`, behind this.
+    A flag for it is a field of SPAGArguments and a name in COMPARED (both in arguments.py).
+    """
     if model.config.get_text_config() is model.config:
         return
     parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
@@ -577,7 +590,11 @@ class SPAGTrainer(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def create_optimizer(self, *args):
-        """The Trainer's. UserError if its package is missing."""
+        """The Trainer's. UserError if its package is missing.
+
+        Learning rates by group of weights, or an optimizer of your own, would be made here. DeepSpeed does not call
+        this if its file has an `optimizer`, as configs/default_offload_opt_param.json has.
+        """
         with utils.user_errors("--optim", ValueError, ImportError):
             return super().create_optimizer(*args)
 
@@ -631,8 +648,9 @@ class SPAGTrainer(Trainer):
         """Compute the log-probabilities of the compared rows under the reference; those of other rows stay 0.
 
         The rows, longest first, are cut into chunks of one batch for each rank: batches then have little padding, and
-        the first one shows whether memory is enough. Repeated rows fill up the last chunk, because ranks can gather
-        only tensors of one shape.
+        the first one shows whether memory is enough. If it is not, give a smaller --per_device_eval_batch_size, which
+        does not change these numbers. Repeated rows fill up the last chunk, because ranks can gather only tensors of
+        one shape.
         """
         rows = self._compared(dataset)
         rows = rows[np.argsort(-column(dataset, "length")[rows], kind="stable")]
@@ -783,6 +801,7 @@ LOSS_NORMALIZATION = Flag(
     choices=["micro_batch", "step"],
 )
 KL_HELP = "beta: weight of the KL to the reference model."
+# The defaults of beta, alpha and epsilon below are the paper's. The loop takes those of configs/default.toml instead.
 
 
 class SFTTrainer(SPAGTrainer):

@@ -327,7 +327,8 @@ def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T
 def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
 
-    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read.
+    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read. For another split or
+    subset of a data set, write it to a file of your own: a name has no place for it.
     """
     path = Path(name)
     if path.exists() and path.suffix != ".parquet":
@@ -602,6 +603,9 @@ def from_folder(auto, name: StrPath, **options):
 def load_model(name: StrPath, **options):
     """A causal language model in eval mode, from safetensors: weights that are pickled could run code.
 
+    To read pickled weights (*.bin), load them once by transformers and call `save_pretrained`, which writes
+    safetensors. Or take `use_safetensors` out here, and add their names to MODEL_FILES.
+
     UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
     """
     from transformers import AutoModelForCausalLM
@@ -800,6 +804,7 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
     """
     record = Path(record)
     compared = json.loads(json.dumps(settings))  # tuples are lists in a file
+    # A soft lock is a file that a killed launch would leave behind; without locks `_begin` warns and goes on.
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     begin = functools.partial(_begin, record, compared, results, lock)
     try:
