@@ -43,6 +43,7 @@ RELEASED_INSTRUCTIONS = "PLAYER_INSTRUCT_PROMPTS"
 class Prompts(FlagGroup):
     """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run.
 
+    The file is downloaded code, and may import what is not installed. So it is parsed, and only literals are taken.
     Play and self-play need the same prompts as these rows. In the loop `check_rules` in tools/loop/inputs.py refuses
     others.
     """
@@ -100,7 +101,11 @@ def with_split(game: dict) -> dict:
 
 @dataclass(kw_only=True)
 class Imitation(FlagGroup):
-    """Divide the games that come with this project by their split: the words of each part, and games to imitate."""
+    """Divide the games that come with this project by their split: the words of each part, and games to imitate.
+
+    Games of your own need the field `split`: played, tuning or held_out. Games with any other split are left out. A
+    word that data/imitation_games.jsonl has too must have the same split as there, or it comes into two lists.
+    """
 
     output_dir: str = flag("folder to write to")
     games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
@@ -122,7 +127,7 @@ class English(FlagGroup):
     """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games.
 
     The SFT rows are rows of imitation, in the place of Alpaca's. In a study `english` in tools/lab/preparations.py
-    draws them for each seed. Another model must be named here and in configs/english.toml.
+    draws them for each seed, as many as here. Another model must be named here and in configs/english.toml.
     """
 
     model: str = flag("the model, whose chat template the rows are in")

@@ -40,6 +40,8 @@ class TextArena(Game):
     def __init__(self, env: str):
         _require_package()
         self.env = env
+        # Episodes store the name, but no options. So games of another environment are refused (`check_episode` in
+        # tools/games/game.py).
         self.name = f"{self.name}:{env}"
         self.title = env
         limit = self._first_state().max_turns
@@ -53,7 +55,10 @@ class TextArena(Game):
         return self.roles[self._replay(task, history).current_player_id]
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """The rules for this player, and what the environment has told this player; only the last board is shown."""
+        """The rules for this player, and what the environment has told this player; only the last board is shown.
+
+        The moves of both players (PLAYER_ACTION) are left out, since they are the messages of the history.
+        """
         observations = self._replay(task, history).observations[self.roles.index(role)]
         rules = [text for _, text, kind in observations if kind.name == "PROMPT"]
         boards = [text for _, text, kind in observations if kind.name == "GAME_BOARD"]
@@ -100,7 +105,8 @@ class TextArena(Game):
             env = textarena.make(f"{self.env}-raw")  # -raw: observations are not joined to one text
             env.reset(num_players=2, seed=int(task))
             # The first invalid move ends the game. TextArena allows some and lets the same player try again; here each
-            # message is a move, and a breach is an outcome, which loses the game.
+            # message is a move, and a breach is an outcome, which loses the game. With an allowance `next_role` would
+            # name the same player again, and a refused move would stay in the history and could become a row.
             env.state.error_allowance = 0
             for message in history:
                 if env.state.done:

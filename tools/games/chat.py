@@ -22,10 +22,14 @@ SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USE
 def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
     """The game as a conversation of the player in this role, who is the assistant; the other player is the user.
 
-    Rules and instruction are the system message, so a user message can be the other player's words alone. A change of
-    this layout holds for play, rows, matches and belief at once. Players behind a server do not get it: `_request` in
-    tools/players/server.py sends them the prompt of `join_play_prompt` in tools/games/prompts.py. Records compare the
-    text of the template (`sha256`), not this function: make the rows of imitation anew, and begin in a new output.
+    Rules and instruction are the system message, so a user message can be the other player's words alone. The prompts
+    of the two roles have at most the rules in common. So where one model plays both, our engine computes the history
+    anew for each message; in the layout of `join_play_prompt` it does not.
+
+    A change of this layout holds for play, rows, matches and belief at once. Players behind a server do not get it:
+    `_request` in tools/players/server.py sends them the prompt of `join_play_prompt` in tools/games/prompts.py.
+    Records compare the text of the template (`sha256`), not this function: make the rows of imitation anew, and begin
+    in a new output.
     """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
     if not history or history[0]["role"] == role:
@@ -97,7 +101,7 @@ class ChatTemplate:
         opened = next((tag for tag in prompts.THOUGHT_TAGS if prompt.rstrip().endswith(tag)), None)
         if opened is None:
             return written
-        if not self.thinking:
+        if not self.thinking:  # the whole reply would be the message, so the other player would read the thought
             raise UserError(f"{self.name}: its template begins replies with {opened}; leave out --chat_template")
         return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
 

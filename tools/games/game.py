@@ -12,11 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from utils import UserError, files_setting, user_errors
 
-# Kinds of text that the report marks in a message:
+# Kinds of text that the report marks in a message. They are classes of CSS: a further kind also needs a style and
+# words in the legend, both in tools/measure/report_page.html.
 SECRET = "secret"
 GUESS = "guess"
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
-DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game"
+DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game", which the release does not write
 # This project's games. A new line also needs a prompt file in configs/prompts and a row in tools/games/README.md;
 # tests/test_games.py then runs play, report and match with the game. A game outside this project needs no line.
 CLASSES = {
@@ -31,7 +32,9 @@ History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 class Outcome(NamedTuple):
     name: str  # as stored in episodes
-    winner: str | None = None  # the role that gets the point of a match; None: half a point each
+    # The role that gets the point of a match. None: half a point each, unless `points` says more. A game without a
+    # winner is a tie in the rates of a match, and is not decided in play's summary, even if both roles have succeeded.
+    winner: str | None = None
     # The loser broke the rules: the winner gets the point of a match, but no reward, as released. It was not his
     # messages that won the game.
     breach: bool = False
@@ -48,6 +51,9 @@ class Verdict(NamedTuple):
 class Game:
     """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options.
 
+    Options are texts (`load_game` below). Records hold them, but episodes do not: see `name` of
+    tools/examples/textarena.py.
+
     It holds no state of a game: the judge, the maker of rows and belief call the same methods again, with stored
     messages. So all must follow from task and history. Chance comes from the task, which is a seed in
     tools/examples/textarena.py; what only one role sees goes into `secrets`. A task may have several parts, such as a
@@ -57,7 +63,9 @@ class Game:
 
     name: str  # as in --game
     title: str  # the name that people read
-    max_turns: int  # the default; a turn is one message of each role
+    # A turn is one message of each role. This is the default of --max_turns (`turns` in tools/players/flags.py). Each
+    # episode stores its own number, and rows and belief take that one.
+    max_turns: int
     prompt_file: ClassVar[Path]  # format: data/README.md
     # --attacker_model_name_or_path plays the first, --defender_... the second. There are two everywhere. A third needs
     # changes in `other`, `points` and `message_limit` below; NAMES in tools/games/prompts.py; `chat_messages` in
@@ -86,19 +94,28 @@ class Game:
     # What a game may define besides.
 
     def check_task(self, task: str) -> None:
-        """Raise ValueError for a line of the word list that is not a task of this game."""
+        """Raise ValueError for a line of the word list that is not a task of this game.
+
+        `read_words` in utils.py calls it for each line before a game is played, and its error names the line. The
+        tasks of stored games are checked too (`check_episode`).
+        """
 
     def next_role(self, task: str, history: History) -> str:
         """The role that speaks after these messages: roles[0] opens, then they take turns.
 
         Play and rows follow another order too. `max_turns` still counts two messages as a turn, whoever sends them.
+        If the other role opens, the prompt files must say so. Rows of recorded games in the old order are refused
+        (`judge_episodes` in tools/selfplay/rewards.py); the check of `answer` in `load_templates`
+        (tools/games/prompts.py) and `defend` in tools/lab/world/players.py assume that roles[0] opens.
         """
         return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
         """Whether play ends after the last message although that message decides nothing; `history` is not empty.
 
-        Such a game is undecided. `verdict` does not ask this: in a recorded game that went on, a later message counts.
+        Such a game is undecided, although turns are left. In Taboo half of the sentence of a guess does this
+        (HALF_A_GUESS in tools/games/taboo.py). `verdict` does not ask this: in a recorded game that went on, a later
+        message counts.
         """
         return False
 
@@ -125,7 +142,11 @@ class Game:
         return 0.0, 1.0
 
     def answer(self, task: str) -> tuple[str, str] | None:
-        """The role that must find the secret, and the message that names it; None if the game has no secret."""
+        """The role that must find the secret, and the message that names it; None if the game has no secret.
+
+        Without it belief is refused (`main` in tools/evaluate_belief.py), and a person is not told the task at the
+        end of a game. The text `answer` of a prompt file can replace the message, but not make one where this is None.
+        """
         return None
 
     def hint(self, role: str) -> str:
@@ -207,12 +228,17 @@ def whole_word(word: str) -> re.Pattern:
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
-    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options."""
+    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options.
+
+    Options are the arguments of the class, as texts: `__init__` makes numbers of them and checks their values. Two
+    starts of play compare them as they were given, so a default that is written out differs from one that is left out.
+    """
     path = CLASSES.get(name, name)
     if ":" not in path:
         raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
     make = load_member(path)
-    with user_errors(f"--game {name}, its options", TypeError):  # a missing or an unknown one
+    # A missing or an unknown option. `make` stays outside, so that a TypeError of a person's own code is not hidden.
+    with user_errors(f"--game {name}, its options", TypeError):
         inspect.signature(make).bind(**options)
     return make(**options)
 

@@ -4,6 +4,9 @@ What a prompt holds, and in which order, is decided in `join_play_prompt` and `t
 templates in `chat_messages` of tools/games/chat.py. Play, matches and belief take the prompt of play from the class
 Turn in tools/players/player.py, and rows take it from `play_prompt` here. Records compare the prompt file and the chat
 template, but not this code: if you change it, begin in a new output, and make the rows of imitation anew.
+
+A history has messages alone, so no prompt holds an earlier thought, not even a player's own. To show a player its own
+thoughts, Turn and `play_prompt` must get the replies of the game too.
 """
 
 import functools
@@ -19,6 +22,7 @@ from utils import UserError, read_json
 RULES = "rules"  # a key of prompt files
 MAX_TURNS = "max_turns"  # a slot that all their texts may have
 SLOT = re.compile(r"\{(\w+)\}")
+# As released. By this text `check_rules` in tools/loop/inputs.py finds out whether rows hold games.
 NO_HISTORY = "The game is just initialized."
 # What training prompts are drawn from, in the order of the released code: another order draws other prompts.
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
@@ -27,7 +31,7 @@ CHAT = "chat"
 CHAT_INVERSE = "chat_inverse"
 ALPACA = "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
-ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout
+ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout, as released
 # What begins and what ends a private thought, in prompts and in replies. All code reads this table, but
 # configs/prompts/thinking.json and tools/players/server.py write the first pair.
 THOUGHT_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
@@ -93,7 +97,8 @@ def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
     """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values.
 
-    Not str.format, which fails at the other braces of a text.
+    Not str.format, which fails at the other braces of a text. Messages are joined to a prompt later, so a slot that a
+    player writes is not filled.
     """
     values = {MAX_TURNS: f"{max_turns:g}", **secrets}  # 3 for 3.0, as other tools write it
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
@@ -113,7 +118,8 @@ def training_prompt(
     Policy and reference both read this prompt, so the ratio of the loss still begins at 1, although the message was
     sampled under the prompt of play. To add a layout, make it another value of --training_prompt, in `prompt_fn` of
     tools/selfplay/rows.py and among the choices in tools/assign_rewards.py. All rows share one `rng`: one more draw
-    here changes the prompts of all rows that follow, and tests/test_prompts.py holds them to the release.
+    here changes the prompts of all rows that follow, and so may another number of rule texts. tests/test_prompts.py
+    holds the draws to the release.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -142,6 +148,7 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game.
 
+    A rule text must end in a newline, because `join_play_prompt` puts the history right behind it.
     A new field of prompt files is read by the function that uses it, as `answer` is, and checked here. Unknown fields
     are ignored.
     """

@@ -4,7 +4,8 @@ Another rule, such as a second guess, is an option beside `match`, off by defaul
 options of a built-in game but not its code, and tests/test_taboo.py holds the default to the release. The rules also
 stand in Taboo's four prompt files in configs/prompts, in `answer` and `hint` here, in `attack` and `defend` of
 tools/lab/world/players.py, and in the recorded games in data. Another language needs other forms of the word
-(`_forms`), another sentence of a guess, a prompt file and a word list.
+(`_forms`), another sentence of a guess, a prompt file and a word list. The words that all prompts have around the
+texts of a prompt file, such as NO_HISTORY, are English and stand in tools/games/prompts.py.
 """
 
 import importlib.util
@@ -36,7 +37,11 @@ HALF_A_GUESS = "i know the word"
 
 
 class Taboo(Game):
-    """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not."""
+    """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not.
+
+    A third value goes into MATCHES. `_says` looks for a form in a message by it, `_is_at` in a guess, and `marks` for
+    the report (by `_pattern`).
+    """
 
     name = "taboo"
     title = "Adversarial Taboo"

@@ -21,8 +21,9 @@ class TwentyQuestions(Game):
     max_turns = 20
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
-    # Both roles win or lose together. So no outcome has a winner, and points and `rewards` say what each role gets. A
-    # breach is the answerer's fault alone: --ties makes rows of NOT_FOUND with a cost for both, but none of breaches.
+    # Both roles win or lose together. So no outcome has a winner, and points and `rewards` say what each role gets.
+    # Every game is a tie in the rates of a match, and the share of decided games in play's summary is null. A breach
+    # is the answerer's fault alone: --ties makes rows of NOT_FOUND with a cost for both, but none of breaches.
     outcomes: ClassVar[tuple[Outcome, ...]] = (
         Outcome(FOUND, points=(1.0, 1.0)),
         Outcome(SAID, breach=True, points=(0.0, 0.0)),
@@ -41,6 +42,8 @@ class TwentyQuestions(Game):
         if role == GUESSER:
             guesses = [guess.strip().lower() for guess in self.guess.findall(text)]
             return FOUND if task.strip().lower() in guesses else None
+        # Taboo finds forms and parts of words, as the release does. This game is not in the release: only the whole
+        # word counts, so "apples" may be said about "apple".
         if whole_word(task).search(text):
             return SAID
         return None if ANSWER.match(text) else NO_ANSWER
