@@ -94,7 +94,11 @@ def play_settings(path: str) -> dict:
 
 
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
-    """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play."""
+    """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play.
+
+    A further flag that both must share is compared here if `settings` in tools/players/flags.py records it. The loop
+    refuses a difference if SAME_IN_ROWS in tools/loop/inputs.py names the flag too.
+    """
     phrases = []
     then = play.get("prompt_templates")
     now = settings["prompt_templates"]
@@ -130,7 +134,9 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
     for path in flags.input_data_path:
         records = read_json_or_jsonl(path)
         where = f"{path}: episode"
-        if chat:  # a text of a special token would become that token in the rows
+        # A text of a special token would become that token in the rows. Without a chat template this program knows no
+        # tokenizer; from games of our own, play has taken out the texts of its local models.
+        if chat:
             rewards.check_episodes(game, records, where, 1)
             special = special_texts(chat.tokenizer)
             for number, episode in enumerate(records, start=1):
@@ -153,7 +159,10 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         )
     if chat:
         made = [chat.row(row) for row in made]
-    if flags.sft_data_path:  # all of its rows; `python -m tools.controls draw` makes a file of some of them
+    # All SFT rows, in every epoch. `python -m tools.controls draw` makes a file of some of them, for all epochs alike.
+    # A flag that draws some of them anew in each epoch belongs here: `rng` begins with the epoch's seed. `drawn` of
+    # tools/controls.py must then move to tools/selfplay/rows.py, because programs do not import each other.
+    if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
     weights = rewards.role_weights(game, results)
     if flags.messages == rewards.ALL:

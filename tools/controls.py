@@ -70,9 +70,10 @@ class Control(FlagGroup):
 
     The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in
     tools/run_spag.py; any other flag must be added there, or it keeps its default. Training runs with the settings of
-    [training], as without a control. A new control has a method `make`, and its docstring is what --help shows. If it
-    needs a setting or a file, let `check_control` in tools/loop/inputs.py demand it before the first stage. A flag
-    that names a file of rows also belongs to the names that `main` turns into `rows_setting`.
+    [training], as without a control, so that only rows differ. A new control has a method `make`, and its docstring is
+    what --help shows. If it needs a setting or a file, let `check_control` in tools/loop/inputs.py demand it before
+    the first stage. A flag that names a file of rows also belongs to the names that `main` turns into `rows_setting`.
+    A command that is no control of the loop is named in `main` alone, as Draw is.
     """
 
     # In the loop. True: the run plays games, and `rows` are of its winners. False: they are those of the run `like`.

@@ -34,9 +34,11 @@ def flag(
 ):
     """Return a dataclass field that is a flag of a program. Without a default the flag is required.
 
-    `names` are older names of the flag. `unique`: the values of a list must differ in what this function gives for
-    them. `neutral`: the value of a sampling parameter that changes nothing (Sampling in tools/players/player.py). The
-    keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
+    `names` are older names of the flag, which the command line still takes. Records and the loop know a flag by its
+    field alone, so results that were made under the old name count as made with other settings. `unique`: the values
+    of a list must differ in what this function gives for them. `neutral`: the value of a sampling parameter that
+    changes nothing (Sampling in tools/players/player.py). The keys of BOUNDS are limits of the value; other `settings`
+    go to `add_argument`.
 
     A field is annotated as str, int, float, bool, one of these | None, or a list of one; for another type give `type`,
     a function of the text. tools/assign_rewards.py and tools/controls.py compare each of their flags between two
@@ -60,7 +62,12 @@ def flag(
 
 @dataclass(kw_only=True)
 class FlagGroup:
-    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked."""
+    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked.
+
+    A check of several flags together belongs into `__post_init__` of their class, as in RewardFlags of
+    tools/selfplay/rewards.py. For its stages the loop makes these classes too, before the first one begins
+    (`check_command` in tools/loop/keys.py).
+    """
 
     def __post_init__(self):
         check_values(self)

@@ -58,6 +58,10 @@ def play(
     gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game;
     vLLM, which takes 90% of a GPU, plays only with engine="vllm". The same seed draws the same again: change it each
     round. A game of which a server gave no reply is left out, with a warning.
+
+    No game is stored, so a kill loses all of them; tools/play_llm_game.py stores each game as it ends. Models of this
+    process stay loaded for a next call with the same models and flags. `drop_models` in tools/players/make.py frees
+    their memory, such as before a training.
     """
     options = PlayFlags(game=game if isinstance(game, str) else game.name, **flags)
     game = options.load_game() if isinstance(game, str) else game
@@ -100,8 +104,10 @@ def rows(
     """Training rows: query, target, reward, role and weight of each message that gets a reward.
 
     `prompt` is "play", the prompt under which the message was sampled, or "random" for the paper's prompts, drawn
-    by `seed`. `flags` are those of assign_rewards: decay_weight, losers, ties, messages. Rows in a chat template are
-    made by that program alone. Weights count all episodes of the call. A row does not name its episode.
+    by `seed`. The loop takes "random" unless it is told otherwise. Here "play" is the default: your own training may
+    use log-probabilities of play, which belong to this prompt. `flags` are those of assign_rewards: decay_weight,
+    losers, ties, messages. Rows in a chat template are made by that program alone. Weights count all episodes of the
+    call. A row does not name its episode.
     """
     options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
@@ -132,7 +138,9 @@ def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip
     """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
 
     Rows with negative rewards need `detach_kl`, or their log-ratio runs away. The reference computes each batch here;
-    in train.py it computes all rows once, before the first step. A new term belongs into `offline_po_loss` in
+    in train.py it computes all rows once, before the first step. Game rows and SFT rows are each averaged over this
+    batch. To average over a step of several batches, call `offline_po_loss` in trainers.py with the step's
+    `num_game_rows` and `num_sft_rows`, and add the losses up. A new term belongs into `offline_po_loss` in
     trainers.py, with an argument here and a flag in OfflinePOTrainer there.
     """
     import torch

@@ -23,6 +23,11 @@ class Episode(TypedDict):
 
     Neither prompts nor token ids are stored. `prompt_fn` in tools/selfplay/rows.py makes prompts anew, and training
     tokenizes the texts of rows, which may give other tokens than those that were sampled.
+
+    A further field is a key here and in what `play_game` in tools/selfplay/play.py returns. All files keep it, readers
+    ignore it, and data/README.md lists it. What only a match knows is one of the `labels` that `main` in
+    tools/evaluate_games.py gives to `play_words` in tools/selfplay/play.py. A field of a single reply belongs to Reply
+    in tools/players/player.py.
     """
 
     index: int  # in the word list, from 0
@@ -30,7 +35,7 @@ class Episode(TypedDict):
     max_turns: int
     history: list[dict[str, str]]  # "role" and "content"
     outcome: str
-    length: int  # messages up to the decisive one
+    length: int  # messages up to the decisive one; all messages of a game that was not decided
     replies: list[dict]  # for each message the fields of its Reply that are known; "text" only with a thought
 
 
@@ -87,7 +92,11 @@ class EpisodeFiles:
         return [(index, self.words[index]) for index in indices if index not in finished]
 
     def append(self, episode: Mapping) -> None:
-        """Store a finished game; it is on the disk when this returns."""
+        """Store a finished game; it is on the disk when this returns.
+
+        Games at work are not stored, so a line never changes once it is written. A kill or Ctrl-C loses these games,
+        and the next start plays them from their first message.
+        """
         if self.rank_file is None:
             self.rank_file = _open_to_append(self.rank_path)
         line = json.dumps(episode, ensure_ascii=False)
@@ -97,7 +106,11 @@ class EpisodeFiles:
         os.fsync(self.rank_file.fileno())  # and a crash of the machine
 
     def merge(self) -> int:
-        """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier."""
+        """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier.
+
+        The rank files stay. If a kill comes before the record says that the run is finished, the next start reads them
+        and merges again; without them it would play all games anew.
+        """
         finished = self.finished()
         if missing := len(self.words) - len(finished):
             return missing
@@ -107,7 +120,12 @@ class EpisodeFiles:
         return 0
 
     def finish(self) -> None:
-        """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED."""
+        """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED.
+
+        Missing are the games that `play_games` in tools/selfplay/play.py has left out with a warning, because a player
+        gave no reply. No results are written without them: which games fail may depend on how they went, so the
+        others alone could be a biased sample.
+        """
         if self.rank_file is not None:
             self.rank_file.close()
         barrier()  # every rank has stored its games
@@ -125,6 +143,9 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     A number that is added here stands in STEM_summary.json alone. To show it, name it in `summary_line`, in
     `play_charts` in tools/measure/report_page.py and, for studies, in `play_numbers` in tools/lab/table.py. The
     numbers of a player in matches are made by `summarise` in tools/measure/matches.py.
+
+    `mean_length` is over all games, and a tie counts with all its messages. The share of decided games is None if no
+    game was decided; a game that a breach ended is not among them, as it is by default not among those that pay.
     """
     outcomes = Counter[str]()
     counts = Counter[str]()

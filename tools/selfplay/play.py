@@ -84,8 +84,8 @@ async def play_games(
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
     Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
-    cannot go on because a reply is unavailable is left out, with a warning. UserError for a task that holds the text
-    of a special token of the players.
+    cannot go on because a reply is unavailable is left out, with a warning; `finish` in tools/selfplay/episodes.py
+    then ends the program with status 3. UserError for a task that holds the text of a special token of the players.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
@@ -140,6 +140,7 @@ def play_words(
         names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
     )
     at_terminal = any(player.at_terminal for player in players.values())
+    # A batch of --logging_steps is one message of each game at work.
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
 
     def on_episode(episode: Episode) -> None:
@@ -172,7 +173,9 @@ def play_words(
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
     """A function that shows a finished game, and the bar that it moves.
 
-    Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).
+    Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none). A game
+    that was left out does not move the bar. The speed in the program's last line is that of all processes together;
+    `main` in tools/play_llm_game.py computes it.
     """
     outcomes = Counter()
     counts = Counter()

@@ -21,9 +21,12 @@ class RewardFlags(FlagGroup):
     an argument of `rows` in tools/spag.py. All of them are compared between two starts.
 
     A baseline over all games, such as the mean of a role, can be subtracted at the end of `game_rows` in
-    tools/selfplay/rows.py, where all rewards are known. A flag that makes rewards below 0 also belongs into `negative`
-    in `check_rows` of tools/loop/inputs.py: training takes such rewards only with --detach_kl True (`check_rows` in
-    train.py). `Cloning` in tools/controls.py never takes them.
+    tools/selfplay/rows.py, where all rewards are known. A baseline over the games of one word (games_per_word in the
+    loop) belongs there too: a row does not name its word, so keep `task` beside it.
+
+    A flag that makes rewards below 0 also belongs into `negative` in `check_rows` of tools/loop/inputs.py: training
+    takes such rewards only with --detach_kl True (`check_rows` in train.py). `Cloning` in tools/controls.py never
+    takes them.
     """
 
     group = "rewards"
@@ -115,6 +118,10 @@ def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
     N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted and
     not rows, because the rows of a winner share the reward of its game, however many they are. If each game pays 1,
     weight times reward sums to N / 2 over the rows that a role has won. The 2 is the number of roles.
+
+    Other weights begin here. A flag for them must reach both callers: `game_rows` in tools/selfplay/rows.py, and
+    `make_rows` in tools/assign_rewards.py, which notes the weights in the record. Rows of losers and of ties get
+    their weights in `role_payments`.
     """
     games = Counter(role for result in results for role in result.rewards)
     return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
@@ -123,10 +130,12 @@ def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
 def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mapping[str, float]) -> dict[str, Payment]:
     """What a game pays the roles whose messages become rows, with the `weights` of all games.
 
-    With `messages` ALL every message of both roles gets 1. Otherwise the game pays its winners. With `losers` above 0
-    the loser gets -losers times the winner's reward, at the winner's weight. With `ties` above 0 both roles of a tied
-    game that pays nobody get -ties. A breach costs nobody anything: by default it pays nobody, as in the release,
-    since the winner's messages have not won the game. So there is no reward of which the loser could pay a part.
+    With `messages` ALL every message of both roles gets 1: it is for imitation of games whose losers play well too.
+    Otherwise the game pays its winners. With `losers` above 0 the loser gets -losers times the winner's reward, at the
+    winner's weight. So the losses of both roles count alike, as their wins do: if each game pays 1, weight times
+    reward sums to -losers * N / 2 over the rows that a role has lost. With `ties` above 0 both roles of a tied game
+    that pays nobody get -ties. A breach costs nobody anything: by default it pays nobody, as in the release, since the
+    winner's messages have not won the game. So there is no reward of which the loser could pay a part.
 
     A tie has no winner whose weight it could take. It has weight 1, the mean weight of decided games if each role wins
     some. For rows of one role alone, leave the other role out of what this returns, and give weight 1, since nothing
@@ -147,9 +156,10 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
 def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float]:
     """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each.
 
-    To pay messages for what they say, give this function the history too; `game_rows` in tools/selfplay/rows.py, which
-    calls it, has it. Rewards that a model computes do not belong here, since rows are made without torch. Write them
-    into the file of rows between two starts of the loop; tools/spag.md shows how.
+    To pay messages for what they say, give this function the history too, and for a decay of each role the role;
+    `game_rows` in tools/selfplay/rows.py, which calls it, has both. Rewards that a model computes do not belong here,
+    since rows are made without torch. Write them into the file of rows between two starts of the loop; tools/spag.md
+    shows how.
     """
     if flags.messages == ALL:
         return [reward] * count
@@ -157,7 +167,11 @@ def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float
 
 
 def decay_shares(count: int, gamma: float) -> list[float]:
-    """Shares of a reward among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j)."""
+    """Shares of a reward among a role's messages k = 1..T: gamma^(T-k) / sum_j gamma^(T-j).
+
+    They sum to 1, so a long game pays no more than a short one. With gamma below 1 a later message gets more, since it
+    is nearer to what decided the game.
+    """
     powers = [(1 / gamma) ** k for k in range(count)]  # not gamma ** -k: so computed, as released, to the last digit
     total = sum(powers)
     return [power / total for power in powers]

@@ -126,6 +126,10 @@ def game_rows(
     There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
     with the thoughts of their replies. Games of other people may go on after the decision; what follows is no part of
     the game.
+
+    To leave out single messages, such as empty ones, skip them where a role without payment is skipped, but call
+    `next(rewards[role])` first: the later messages then keep their shares. If the others shall share the whole reward,
+    leave the message out of `speakers.count` too, and do not call `next`.
     """
     weights = role_weights(game, results)
     rows: list[Row] = []
@@ -198,9 +202,10 @@ def assign_rewards(
 def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
     """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
 
-    Their weight is 1, as in the release, also where a record has another one.
-    With a chat template the queries are what a user would send; rows that are in it already stay as they are, and so
-    do messages, which training writes in the template of its model.
+    Their weight is 1, as in the release, also where a record has another one. Other weights begin in `sft_row`;
+    `cloned` in tools/controls.py gives all these rows one weight, and must then multiply instead. With a chat template
+    the queries are what a user would send; rows that are in it already stay as they are, and so do messages, which
+    training writes in the template of its model.
     """
     return read_records(path, partial(sft_row, chat=chat))
 
