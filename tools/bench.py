@@ -48,7 +48,11 @@ def write_model(folder: str) -> None:
 
 
 def measure(model: str, engine: str, games: int) -> tuple[float, int]:
-    """Play games; returns the seconds and the number of new tokens."""
+    """Play games; returns the seconds and the number of new tokens.
+
+    All other flags have the defaults of play: the type of numbers in the model's config, and as many games at once as
+    the engine chooses. To measure others, such as `dtype` or `vllm_args`, give them to PlayFlags here.
+    """
     flags = PlayFlags(max_turns=TURNS, engine=engine, min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS)
     game = flags.load_game()
     episodes = []

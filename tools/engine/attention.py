@@ -39,7 +39,11 @@ class LayerCache:
         return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
     def grow(self, num_blocks: int, limit: float) -> None:
-        """Grow to `num_blocks` blocks if there are fewer, and by a quarter more if `limit` allows it."""
+        """Grow to `num_blocks` blocks if there are fewer, and by a quarter more if `limit` allows it.
+
+        The limit is most of the free memory, which few or short games never need. A quarter more, because growing
+        copies the cache.
+        """
         old = self.blocks
         if num_blocks > old.shape[1]:
             more = max(num_blocks, int(min(num_blocks + num_blocks // 4, limit)))
@@ -145,7 +149,12 @@ class UnknownAttention(RuntimeError):
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | None = None, **kwargs):
-    """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size)."""
+    """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size).
+
+    A sliding window needs second masks for the layers that have it: `mask` of PrefillChunk, `block_mask` and
+    `prefix_mask` of DecodeBatch. Attention sinks (`s_aux`) belong into `highest` and `sums` of `_attend_decode`, and
+    `_attend_prefill` must compute its softmax itself. `can_hold` (tools/engine/slots.py) must then accept the model.
+    """
     layer = module.layer_idx
     if step is None:
         raise UnknownAttention("this model does not pass our arguments on to its attention")
@@ -178,7 +187,11 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
 
 
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
-    """Attention of single tokens: (slots, heads, size). Rounds scores to half precision where eager attention does."""
+    """Attention of single tokens: (slots, heads, size). Rounds scores to half precision where eager attention does.
+
+    torch's `scaled_dot_product_attention` wants equally long keys of each slot in one tensor. That would mean padding,
+    and a copy of the common prefix and of all blocks in each step.
+    """
     owners = batch.owners
     prefix_keys, prefix_values = cache.prefix
     keys, values = cache.blocks[:, : len(owners)]  # (used blocks, kv heads, size, BLOCK)

@@ -59,7 +59,10 @@ class BatchEngine(OwnEngine):
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """UserError if a row of (rows, tokens) logits has NaN or +inf, or nothing but -inf."""
+    """UserError if a row of (rows, tokens) logits has NaN or +inf, or nothing but -inf.
+
+    Called by slots and generate before they take a token. vLLM gives out no logits, so there nothing checks them.
+    """
     if not logits.amax(-1).isfinite().all():  # a NaN is the maximum of its row
         raise UserError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
 

@@ -35,6 +35,8 @@ from utils import (
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
+# Python waits for this thread when it ends. So after Ctrl-C the program ends when the engine's `run` returns: slots
+# and vllm at the next end of a reply, generate at the end of its batch.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 
@@ -72,6 +74,9 @@ class Codec:
 
         Its end holds the last messages and the instruction. BOS is lost too, as in a row that training cuts on the
         left (`encode` in dataloaders.py). `max_length` counts the reply, as that of training counts a row's target.
+        To lose old messages, and not the rules, leave messages out of the history before it becomes text: for play and
+        belief in `Turn.prompt` (tools/players/player.py), for rows in `play_prompt` and `training_prompt`
+        (tools/games/prompts.py). The messages that stay must be the same in play and rows.
         UserError for a token that the model has no embedding of, and for more tokens than it has positions.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
@@ -113,7 +118,9 @@ class LocalModel:
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model
         self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size, Positions(model))
-        # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder.
+        # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder. Of
+        # its generation_config.json only the end tokens count, which Codec has. It is the same for vLLM
+        # (tools/engine/vllm.py); a server has defaults of its own.
         model.generation_config = GenerationConfig()
         self.computes_in = f"on {model.device} in {str(model.dtype).removeprefix('torch.')}"
 
@@ -140,6 +147,8 @@ def own_device() -> torch.device:
 
     All models of a process are on this one GPU. Engines run in turn in ENGINE_THREAD, so of two GPUs one would always
     wait. A model that one GPU cannot hold can play in this process by vLLM alone, with --tensor_parallel_size.
+    For Apple's GPUs, `draw` (tools/engine/slots.py) must do without float64, and `_generators` (tools/engine/state.py)
+    must return their generator, which holds the seed.
     """
     if not torch.cuda.is_available():
         warn_of_idle_gpu()

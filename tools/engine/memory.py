@@ -14,7 +14,9 @@ MOST_ON_CORES = 256
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
     """Slots of an engine, whose logits take at most a quarter of its memory, and tokens of its cache, the rest.
 
-    All models of a match are loaded by then. Its `engines` get equal shares of what is free.
+    All models of a match are loaded by then. Its `engines` get equal shares of what is free. The cache takes its
+    memory as games need it. If memory runs out in play, a smaller --per_device_eval_batch_size helps, because a slot
+    holds the tokens of one game; so does a smaller MEMORY_SHARE.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES

@@ -7,7 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}  # ids 0 to 3
-SHAPE = {  # of the embedded world's models
+# Of the embedded world's models. The record of a world (tools/lab/world/build.py) does not compare it, so build the
+# world in a new folder after a change. Programs warn of a row, or a prompt with its reply, that is longer than
+# `max_position_embeddings`.
+SHAPE = {
     "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -17,7 +20,10 @@ SHAPE = {  # of the embedded world's models
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` tokens, but all 256 bytes, trained on these texts."""
+    """A byte-level BPE that is trained on these texts.
+
+    It has at most `vocab_size` tokens, but always the 256 bytes and SPECIAL_TOKENS.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

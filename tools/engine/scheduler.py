@@ -103,8 +103,9 @@ class Scheduler:
     """Gives slots to requests (`admit`), and chooses the tokens of each step (`schedule`).
 
     A request starts if its prompt and a reply of mean length fit in `block_limit` blocks. If replies turn out longer
-    and the cache is full, the requests that are cheapest to recompute are preempted: they lose their cached tokens,
-    wait, and are computed again later. A single request may take more than `block_limit` blocks.
+    and the cache is full, the requests that are cheapest to recompute are preempted: they lose their keys and values,
+    wait, and are computed again later. The sampled tokens stay in `Request.reply`, so none is drawn twice. A single
+    request may take more than `block_limit` blocks.
     """
 
     def __init__(self, slots: int, *, block_limit: float, max_new_tokens: int):

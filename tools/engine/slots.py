@@ -71,6 +71,10 @@ class SlotEngine(OwnEngine):
                 return finished
 
     def _compute_prefix(self) -> None:
+        """Compute and store what all first prompts have in common, once: their rules, which stay the same.
+
+        Each run of games has a new engine (OwnEngine). A later prompt that begins in another way uses a part of it.
+        """
         prefix = self.scheduler.prefix = self.scheduler.common_prefix()
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))
@@ -157,6 +161,10 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
     Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU. Sums are
     float64, because float32 would lose the small probabilities of a large vocabulary.
+
+    One generator draws for all rows, so a draw depends on the games beside it: on memory, batch size and processes.
+    For draws that depend on the game alone, as in vLLM, each Request needs a generator of its own, made of
+    `Prompt.seed` (tools/engine/local.py), and each row a number from it. `generate` takes no such generators.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     totals = sums[:, -1:]

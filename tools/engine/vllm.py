@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from tools.engine.local import Prompt, StartEngine  # bring torch
 
 logger = logging.getLogger(__name__)
+# README.md, configs/qwen3_4b.md, tools/engine/README.md and requirements.txt name this version too; the last one also
+# names the version of transformers that vLLM brings. Where vLLM is installed, tests/test_vllm.py plays with it.
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 PROMPTS_AT_ONCE = 256  # unless --per_device_eval_batch_size says otherwise
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: the engine runs in this process
+# 0: the engine runs in this process. vLLM then schedules the same requests in the same way in each run.
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 # Other variables that vLLM reads, unless the user has set them.
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
@@ -79,7 +82,9 @@ class VLLMEngine:
         # --generation-config vllm: sampling parameters that we leave unset must not come from the model folder.
         argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
         argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+        # The most tokens of a step bound the memory of activations, as PREFILL_TOKENS in tools/engine/scheduler.py.
         argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
+        # safetensors alone: pickled weights could run code
         argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         argv += ["--disable-log-stats", "--no-use-tqdm-on-load"]
         if flags.trust_remote_code:
@@ -88,14 +93,17 @@ class VLLMEngine:
         # The start of a second engine in this process deletes the CUDA graphs of the first: its replies are nonsense.
         if models > 1 and flags.tensor_parallel_size == 1:
             argv += ["--enforce-eager"]
-        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])
+        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])  # of a flag that is there twice, the last counts
         self.waiting: deque[tuple] = deque()  # what `add_request` takes
         self.prompt_cut: dict[str, bool] = {}
 
     @classmethod
     @contextmanager
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> Iterator["StartEngine"]:
-        """Start the only engine of this model, which takes the memory of a GPU until the block ends."""
+        """Start the only engine of this model, which takes the memory of a GPU until the block ends.
+
+        Its size is fixed at this start, so a limit of games does not change it.
+        """
         engine = cls(folder, flags, flags.per_device_eval_batch_size or PROMPTS_AT_ONCE, models)
         yield lambda limit: engine
         engine.end()

@@ -12,6 +12,7 @@ from tools.games.game import Game
 from tools.players.player import Sampling
 from tools.players.server import ServerFlags
 
+# The flags on which replies depend. --engine is none of them, as EngineFlags (tools/engine/flags.py) says.
 COMPUTING = (*(field.name for field in dataclasses.fields(Sampling)), "dtype", "tf32", "vllm_args")
 
 
@@ -50,4 +51,8 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
 
 
 def words_setting(path: str, words: Sequence[str]) -> dict[str, str]:
+    """A word list as a setting of a stage, compared by `words`: those that --max_games, in matches --max_words, leave.
+
+    So a run cannot get more words: play the others into another folder, and give tools/assign_rewards.py both results.
+    """
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}

@@ -47,6 +47,8 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
 
     Logs which engine plays, and why. The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py).
+    On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. On a CPU `auto` never
+    takes it.
     """
     if not any(map(is_local, names)):
         return flags
@@ -102,13 +104,16 @@ def make_players(
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
     The models of an earlier match leave memory, unless this one has the same players and flags: matches that differ
-    in words and seed alone follow each other. Our own engines draw from one generator for all games. `games_left` is
-    part of its seed, so that a continued run does not repeat the draws of the games that are there. It is part of the
-    seeds for servers, so that a game that a server has refused is drawn anew. vLLM's draws depend on seed, game and
-    message alone. `note_engines` is given the names of engines once they have started.
+    in words and seed alone follow each other.
+
+    Our own engines draw from one generator for all games (`draw` in tools/engine/slots.py). So two runs with the same
+    seed differ if free memory, batch size or the number of processes do. `games_left` is part of its seed, so that a
+    continued run does not repeat the draws of the games that are there. It is part of the seeds for servers, so that a
+    game that a server has refused is drawn anew. vLLM's draws depend on seed, game and message alone. `note_engines`
+    is given the names of engines once they have started.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
-    limit = 1 if HUMAN in names else flags.concurrent_games
+    limit = 1 if HUMAN in names else flags.concurrent_games  # a person plays one game after the other
     players: dict[str | Choose, Player] = {}
     engines: dict[Path, Engine] = {}
     if folders:

@@ -124,7 +124,8 @@ class Reply:
     text: str  # the message, with blanks around it
     finish_reason: str  # STOP or LENGTH
     tokens: int | None  # sampled tokens, with the end token; None if a server does not count them
-    prompt_cut: bool = False  # whether the prompt was too long and lost its beginning
+    # Whether the prompt was too long and lost its beginning. A server does not say so: of its replies this is False.
+    prompt_cut: bool = False
     thought: str | None = None  # up to and including its closing tag; the other player never reads it
 
     @classmethod

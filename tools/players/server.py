@@ -100,6 +100,7 @@ def connect(flags: ServerFlags):
         api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one
         base_url=url,
         max_retries=flags.openai_retries,
+        # A long reply may take all its time, but a machine that is off is known after 5 s.
         timeout=openai.Timeout(flags.openai_timeout, connect=5),
         http_client=http_client,
     )
@@ -165,6 +166,9 @@ class ServerPlayer(Player):
         So both endpoints get the same prompt, and --chat_template has no effect here. To send each turn as a message
         of its own, take `chat_messages` (tools/games/chat.py). That makes other games, so `player_setting`
         (tools/players/make.py) must return it. `differences_from_play` (tools/assign_rewards.py) must know it too.
+
+        One more field, such as `reasoning_effort`, is a flag of ServerFlags and goes into `fields`. `player_setting`
+        must return it, but only where it is set: otherwise runs that were recorded without it cannot go on.
         """
         sampling = self.flags
         prompt = whole_characters(turn.prompt())
@@ -226,7 +230,9 @@ class ServerPlayer(Player):
         """The exception for what a server said, in one line without the key: UserError ends the run.
 
         ReplyUnavailable gives up this game alone: `play_games` in tools/selfplay/play.py warns, does not store it and
-        goes on. Play then ends with status 3, and the same command plays the game again from its beginning.
+        goes on. Play then ends with status 3, and the same command plays the game again from its beginning. To play it
+        again in the same start, `play_games` must give it to `play_game` once more. `draw_seed`
+        (tools/players/player.py) must then mix in the number of the try, or the server gets the same seeds again.
         """
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
