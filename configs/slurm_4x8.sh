@@ -2,6 +2,7 @@
 # The loop on 4 machines of 8 GPUs under Slurm. Submit it from the project's folder: sbatch configs/slurm_4x8.sh
 # All machines must see that folder and outputs/spag. The same job submitted again, or requeued, continues where it
 # was. It runs in the environment that is active when it is submitted, which needs all of requirements.txt.
+# --requeue begins the job again after preemption or the failure of a machine. After the time limit submit it again.
 # For other machines change --nodes, --gpus-per-node, --cpus-per-task and, below, processes (GPUs of a machine).
 # global_batch, 128, must be a multiple of machines x processes x per_device_train_batch_size, which is 2.
 #SBATCH --job-name=spag

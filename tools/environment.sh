@@ -30,5 +30,5 @@ set_up() { # set_up NAME FILE: install requirements.txt and FILE by the script's
       "$(grep '^torch[<>=]' requirements.txt)" || say "PyTorch's index has no build for CPUs: taking the one of PyPI"
   fi
   install_rest || { tail -n 15 "$log" >&2; fail "pip could not install the requirements; its log: $log"; }
-  printf '%s\n' "$requirements" >"$stamp"
+  printf '%s\n' "$requirements" >"$stamp" # last, so an installation that was stopped begins again
 }

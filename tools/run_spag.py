@@ -67,6 +67,7 @@ def steps(loop: Loop) -> Iterator[Step]:
         folder = f"{loop.output}/imitation/model"
         yield training_step(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
+    # The opponent of all matches. If nothing is imitated, it is `imitation_model` or the base model, by this name.
     imitation = model
     models = {"base": loop.model}
     if model != loop.model:
@@ -92,7 +93,8 @@ def steps(loop: Loop) -> Iterator[Step]:
         if loop.report:
             yield report_step(loop, position)
     # Once, because its program makes one table of all models. It could also run in each epoch, with the `models` so
-    # far and this output_dir: it then asks only the new model, and writes the table of all again.
+    # far and this output_dir: it then asks only the new model, and writes the table of all again. No report follows
+    # it, so report.html gets the scores at the next start of this command, or by `python -m tools.report OUTPUT`.
     if "tasks" in loop.stages["reasoning"]:
         flags = {
             "models": name_equals_path(models),
@@ -128,7 +130,8 @@ def stage_step(
     refuses it as a setting.
 
     Without a change of the code, let each epoch be a run of its own: output=B like=A epochs=1 seed=43
-    imitation_model=A/epoch1/model training.lm_kl_coeff=0.1. The matches of B are then against that model.
+    imitation_model=A/epoch1/model training.lm_kl_coeff=0.1. The matches of B are then against that model. With seed=43
+    epoch 1 of B has the seed of epoch 2 of A, if A has seed=42. With LoRA the model is A/epoch1/model/merged.
     """
     # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
@@ -145,6 +148,7 @@ def training_step(loop: Loop, stage: str, name: str, position: Position, folder:
     """
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
+    # A rounded accumulation would change the rows of a step, and so the results, with the number of GPUs.
     if loop.global_batch % rows_at_once:
         factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
         raise UserError(f"global_batch={loop.global_batch} must be a multiple of {factors}")
@@ -190,6 +194,9 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
     Another player of one role, such as an older model or openai:MODEL, is one of the two names here. But `game_rows`
     in tools/selfplay/rows.py makes rows of every winner. It must then leave out the role of the other player, because
     its messages were not drawn from the model that is trained.
+
+    Each epoch has its own seed. With one seed for all, an epoch would repeat draws of the epoch before it: those of
+    games, of the prompts of rows, and of the order of rows in training.
     """
     flags = {
         "attacker_model_name_or_path": model,
@@ -206,7 +213,11 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
-    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs."""
+    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs.
+
+    Play and match may have another number than training: return it here. `EpisodeFiles.missing` in
+    tools/selfplay/episodes.py divides the games among any number of processes, also when a stopped play goes on.
+    """
     gpus = loop.of(stage).tensor_parallel_size
     if loop.processes % gpus:
         raise UserError(f"processes={loop.processes} must be a multiple of {stage}.tensor_parallel_size, {gpus}")
@@ -321,6 +332,8 @@ def main() -> None:
     check_commands(steps(loop))
     plan = planned_steps(loop)
     stages = Stages(loop.output, loop.machine)
+    # Machine 0 alone has the lock and the record: the others work in the same output, at the same run. check=true
+    # takes no lock, so that it works while a loop is running.
     if loop.machine == 0 and not loop.check:
         stages.lock = hold_lock(loop.output)
     if loop.machine == 0:
@@ -359,6 +372,8 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
     A further start runs each program again. The program itself sees that its work is done (`stage` in utils.py). To
     end or change the course by a result, such as too many ties, read its file after `stages.run`: for play it is
     OUTPUT/epochK/episodes/*_summary.json. Each machine decides for itself, so take only files of OUTPUT.
+
+    The minutes in the last line are those of this start alone. logs/STAGE.log shows when each start began.
     """
     begin = time.monotonic()
     for step in plan:
@@ -412,6 +427,9 @@ def delete_checkpoints(folder: str) -> None:
     """Delete the checkpoints of a training that has ended: at 7B one has 94 GB, and only a killed training needs it.
 
     Models must stay. A further start runs the programs that read them again, and `stage` in utils.py compares digests.
+
+    To keep checkpoints, leave out the call in `run`. While a training runs, `old_checkpoints` in trainers.py also
+    deletes all but the last `save_total_limit`, which is 1 in configs/default.toml.
     """
     for path in Path(folder).glob("checkpoint-*"):
         try:

@@ -20,7 +20,9 @@ MEASURING = len(PHASES)  # the phase after these, of match, belief and report
 Position = tuple[int, int]  # epoch and number of a phase
 RELEASED = "data/released_prompts.json"
 MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release data/released_utils.py --output {RELEASED}"
-SAME_IN_ROWS = ["game", "game_options", "prompt_templates", "chat_template", "thinking"]  # as in play
+# Flags that play and rows must share. A new flag that changes the prompts of play belongs here, as a flag of
+# tools/assign_rewards.py too, and into FOUNDATION in tools/loop/settings.py if the imitation model depends on it.
+SAME_IN_ROWS = ["game", "game_options", "prompt_templates", "chat_template", "thinking"]
 logger = logging.getLogger(__name__)
 
 
@@ -105,6 +107,7 @@ def missing_packages(loop: Loop) -> Iterator[str]:
     needed = []
     if any("lora_rank" in loop.stages[stage] for stage in TRAININGS):
         needed.append(("peft", "peft>=0.21,<0.22"))
+    # `lm_eval` is the command of the harness, which may be installed in another environment.
     if "tasks" in loop.stages["reasoning"] and "lm_eval" not in loop.stages["reasoning"]:
         needed.append(("lm_eval", "lm-eval==0.4.13"))
     for module, requirement in needed:
@@ -178,7 +181,7 @@ def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
     chat = template_digest(loop.model, play) if play.chat_template else None
-    if loop.imitation_model:
+    if loop.imitation_model:  # which rows it has learned is not known here; its prompts are the user's affair
         return
     foreign = []  # of other people, or of tools/controls.py
     for path in loop.of("imitation").train_data_path or ():
@@ -203,6 +206,7 @@ def is_finished(model: Path) -> bool:
 def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
     """Raise UserError for rows of games that hold none of play's rules; warn of rows that hold no game."""
     rows = bare([utils.read_records(path) for path in paths])
+    # The first prompt of each game has this text, in the authors' rows too.
     if bare(prompts.NO_HISTORY) not in rows:
         logger.warning("%s: no record says how these rows were made; are their prompts those of play?", paths)
         return

@@ -89,6 +89,7 @@ class OwnSettings(FlagGroup):
         "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto
     )
     deepspeed: str = flag("a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO)
+    # With port 0 torch takes a free one, so that several loops can run on one machine.
     rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0")
     rendezvous_id: str = flag("name of the launch, which keeps machines of another launch out", default="spag")
     report: bool = flag("make report.html after each epoch", default=True)
@@ -96,7 +97,10 @@ class OwnSettings(FlagGroup):
 
 
 OWN = {field.name: field for field in dataclasses.fields(OwnSettings)}
-PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
+# Flags that the setting `precision` sets. A further value of it needs its name in the choices above, in DTYPES and
+# `training_step` in tools/run_spag.py, in `answer` and `check_match` in tools/loop/machine.py, and in `weights_dtype`
+# in arguments.py.
+PRECISION = ("bf16", "fp16", "dtype")
 
 
 class Program(NamedTuple):
@@ -336,7 +340,7 @@ def to_text(name: str, value: Any) -> str:
     """A value as a text, in which ~ and $ROOT are replaced."""
     text = str(value).strip("\r")
     text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), text)
-    # $NAME, ${NAME}, $(a command), or a $ that stands alone
+    # $NAME, ${NAME}, $(a command), or a $ that stands alone. No shell reads a file of settings: it would stay there.
     if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
         raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
     # ~ as a whole path or as its first part, where the text begins or behind a =, as in NAME=~/model

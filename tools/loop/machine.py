@@ -77,7 +77,9 @@ def choose_deepspeed(question: Question, gpus: int, memory: int) -> str:
     Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
     copies. With LoRA: frozen half-precision weights, and adapters of a hundredth of the parameters. ZeRO-2 is not
     tried with LoRA, because it splits only what belongs to trained parameters.
-    A reference that is another model than the policy is not counted.
+    A reference that is another model than the policy is not counted, nor are rows of a micro-batch, their length and
+    gradient_checkpointing. If training runs out of memory all the same, name a file: deepspeed=configs/zero3.json. A
+    new file of DeepSpeed that `auto` may take is an entry of `ways`.
     """
     # 18: 4 weights + 4 gradients + 8 Adam + 2 copies. 22: DDP has 4 bytes of gradients more, in its buckets.
     # ZeRO-2 keeps 4, half-precision weights and gradients, and splits 16. ZeRO-3 splits all 20.

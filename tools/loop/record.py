@@ -15,6 +15,8 @@ from utils import UserError, read_json
 
 FORMAT = 2  # of OUTPUT/settings.json
 # Settings of the loop itself that say how a machine computes. `precision` is none of them, because it changes results.
+# The record has the precision that `auto` became. To go on with a run on a machine where `auto` becomes another one,
+# give the recorded one, such as precision=bf16.
 MACHINE_SETTINGS = {
     "processes",
     "machines",
@@ -69,9 +71,10 @@ def compared_flags(stage: str) -> set[str]:
     if stage == "play":
         return set(PlayFlags.COMPARED)
     if stage == "rewards":
-        return flags_of(stage).keys() - {"trust_remote_code"}
+        return flags_of(stage).keys() - {"trust_remote_code"}  # it permits a model's own code, and chooses nothing
     import arguments
 
+    # `run_settings` in arguments.py records data by its digest, and warmup_ratio as warmup_steps.
     of_methods = {name for method in arguments.METHOD_ARGUMENTS.values() for name in method}
     return {*arguments.COMPARED, *of_methods, "train_data_path", "eval_data_path", "warmup_ratio"}
 
@@ -116,7 +119,12 @@ def begun_stages(folder: Path) -> list[str]:
 
 
 def check_record(loop: Loop, words: list[str]) -> None:
-    """Raise UserError for settings that finished or half-finished stages in `output` were made with differently."""
+    """Raise UserError for settings that finished or half-finished stages in `output` were made with differently.
+
+    Each program compares its own settings with its record too (`stage` in utils.py). But it does so only when its turn
+    comes, and it does not know the loop's own settings. A table counts as used from the first epoch on: a setting
+    cannot change between epochs of one run (`stage_step` in tools/run_spag.py says how to get that).
+    """
     folder = Path(loop.output)
     path = folder / "settings.json"
     words_path = folder / "words.txt"

@@ -124,6 +124,7 @@ def begin_like(folder: str, changes: Settings) -> BegunLike:
         remedy = "say imitation_model= and first_episodes= too (empty: made anew; a path: kept)"
         raise UserError(f"like={folder}: {', '.join(sorted(foundation))} must be those of {folder}; {remedy}")
     why_imitate = {name for name in different if name.startswith("imitation.")}
+    # Another imitation model would play other games, so what decides imitation decides the games too.
     why_play = why_imitate | {name for name in different if name in OF_EPISODES or name.startswith("play.")}
     if "imitation_model" in given:
         why_play.add("imitation_model")  # a model trains on its own games

@@ -109,10 +109,15 @@ class Stages:
 
 
 def environment() -> dict[str, str]:
-    """The environment of all programs: the loop launches by itself, whatever has launched it."""
+    """The environment of all programs: the loop launches by itself, whatever has launched it.
+
+    `threads` in tools/run_spag.py adds OMP_NUM_THREADS for a launch. Play with vLLM takes PYTORCH_CUDA_ALLOC_CONF away
+    again (HIDDEN in tools/engine/vllm.py).
+    """
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # rows differ in length
+    # Rows differ in length, which would leave gaps of memory that later rows cannot use.
+    variables.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return variables
 
 
@@ -120,6 +125,10 @@ def end_group(child: subprocess.Popen) -> None:
     """End a program and all that it has started, within GRACE seconds by themselves, then by SIGKILL.
 
     The workers of torchrun and of vLLM are in sessions of their own, so a signal to the group does not reach them.
+
+    No program saves anything after the signal. Finished games are stored already, and a training goes on from its last
+    checkpoint (`save_steps`). For a checkpoint at the signal, `run` in train.py must catch SIGTERM in every process,
+    and GRACE must be long enough to write it. tools/loop/README.md says within how many seconds the loop ends.
     """
     processes = family(child.pid)
     with contextlib.suppress(ProcessLookupError):
@@ -161,6 +170,7 @@ def new_lines(log: Path, start: int) -> list[str]:
 
 def report_end(name: str, lines: Sequence[str], took: float) -> None:
     """Show a program's warnings, how many seconds it took, and its last line."""
+    # Each once: several processes may log the same warning, and only the time and the rank before it differ.
     warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
     for warning in sorted(warnings):
         print(f"WARNING: {warning}")
@@ -195,7 +205,10 @@ def why_it_failed(lines: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def bar_of(log: Path) -> Iterator:
-    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away."""
+    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away.
+
+    Where the output goes to a file, as under Slurm, no bar is shown. The stage's log has it.
+    """
     if not sys.stdout.isatty():
         yield lambda: None
         return
