@@ -37,7 +37,8 @@ SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "
 class Play(FlagGroup):
     """Play games of a model against itself, as tools/play_llm_game.py does."""
 
-    games: int = flag("games of our engine", default=200, at_least=1)
+    # By default generate plays 32 games, as many as it computes at once.
+    games: int = flag("games of our engine", default=192, at_least=1)
     model: str | None = flag("folder or hub name of a model; unset: a random Llama, without vLLM", default=None)
 
 

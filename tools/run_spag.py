@@ -93,8 +93,7 @@ def steps(loop: Loop) -> Iterator[Step]:
         if loop.report:
             yield report_step(loop, position)
     # Once, because its program makes one table of all models. It could also run in each epoch, with the `models` so
-    # far and this output_dir: it then asks only the new model, and writes the table of all again. No report follows
-    # it, so report.html gets the scores at the next start of this command, or by `python -m tools.report OUTPUT`.
+    # far and this output_dir: it then asks only the new model, and writes the table of all again.
     if "tasks" in loop.stages["reasoning"]:
         flags = {
             "models": name_equals_path(models),

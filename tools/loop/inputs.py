@@ -39,6 +39,8 @@ def check_inputs(loop: Loop) -> list[str]:
     check_limits(loop)
     check_files_and_packages(loop, tables)
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
+    if "games" in loop.stages["belief"] and game.answer(game.example_task) is None:
+        raise UserError(f"[belief] {game.title} has no message that names a secret; leave belief.games out")
     check_rows(loop, tables)
     check_control(loop, rewards)
     check_sft_rows(loop.model, rewards.sft_data_path, play.trust_remote_code)
