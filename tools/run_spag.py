@@ -90,8 +90,7 @@ def steps(loop: Loop) -> Iterator[Step]:
         if "games" in loop.stages["belief"]:
             # Base and imitation are measured once, with epoch 1: the games of belief are the same in all epochs.
             yield belief_step(loop, position, models if epoch == 1 else {player: model})
-        if loop.report:
-            yield report_step(loop, position)
+        yield from report_steps(loop, position)
     # Once, because its program makes one table of all models. It could also run in each epoch, with the `models` so
     # far and this output_dir: it then asks only the new model, and writes the table of all again.
     if "tasks" in loop.stages["reasoning"]:
@@ -101,8 +100,7 @@ def steps(loop: Loop) -> Iterator[Step]:
             "dtype": DTYPES[loop.precision],
         }
         yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
-        if loop.report:
-            yield report_step(loop, (loop.epochs, MEASURING))
+        yield from report_steps(loop, (loop.epochs, MEASURING))
 
 
 def imitates(loop: Loop) -> bool:
@@ -303,13 +301,14 @@ def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
     return stage_step(loop, "belief", f"{player}_belief", position, flags)
 
 
-def report_step(loop: Loop, position: Position) -> Step:
-    """The step that makes the report anew.
+def report_steps(loop: Loop, position: Position) -> Iterator[Step]:
+    """The step that makes the report anew, unless `report` is false.
 
     tools/report.py does not read the loop's settings, so it is told the game.
     """
     game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
-    return Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
+    if loop.report:
+        yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
 
 
 def name_equals_path(models: dict[str, str]) -> list[str]:
