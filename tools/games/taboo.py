@@ -41,6 +41,10 @@ class Taboo(Game):
 
     A third value goes into MATCHES. `_says` looks for a form in a message by it, `_is_at` in a guess, and `marks` for
     the report (by `_pattern`).
+
+    More forbidden words for a word make a game of its own, a subclass with lines such as "cat, milk, purr": its
+    `check_task` refuses others, `secrets` gives the attacker the words as a further slot of its prompt file, `decide`
+    ends the game if the attacker `_says` a form of one, and `answer` and `marks` take the first part alone.
     """
 
     name = "taboo"

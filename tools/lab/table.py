@@ -73,6 +73,10 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
     finished seed lacks it. Delete one of the seed's ARM.finished and give the same command: that arm's loop finds its
     work done, and `collect` reads all arms of the seed again. Stored tables in data/results have an older form, which
     this code does not read.
+
+    What no stage of the loop measures, such as a match against a scripted player, is measured by the function `after`
+    of the file of arms: `belief_among_all` in tools/lab/preparations.py starts such a program for the newest model. A
+    loop has one such function. A result under the name of one that is read already would replace it.
     """
     numbers: dict[str, Numbers] = defaultdict(dict)
     player = IMITATION

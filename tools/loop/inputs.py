@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 def check_inputs(loop: Loop) -> list[str]:
     """Check settings, files and rows; no GPU is asked. Returns the words of an epoch, in the order of their games.
 
+    The flags of each table are read here by the parser of its program (`Loop.of` in tools/loop/keys.py). Before the
+    first stage `check_commands` in tools/run_spag.py reads whole commands so, when the GPUs are known.
+
     All epochs play these words. For other words in each epoch, write a file for each epoch where `write_record` in
     tools/loop/record.py writes words.txt, and name it as `data_path` in `play_step` of tools/run_spag.py.
     `check_record` in tools/loop/record.py must then compare these files: once there are games it refuses other words.

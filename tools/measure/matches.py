@@ -45,7 +45,8 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
     """Yield a row for each player, opponent, word list, role and seed, and rows that pool lists, roles and seeds.
 
     An episode holds its players under their roles, `words` (the list) and `seed`. All numbers are from the player's
-    side. A player against itself has no row for both roles, which would count each game twice.
+    side. A player against itself has no row for both roles, which would count each game twice. In a pooled row each
+    game counts the same, so a longer list weighs more: the mean is the sum over games, divided by their number.
     """
     rows: dict[tuple, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums by target word
     for episode in episodes:

@@ -12,7 +12,8 @@ from tools.games.game import Game
 from tools.players.player import Sampling
 from tools.players.server import ServerFlags
 
-# The flags on which replies depend. --engine is none of them, as EngineFlags (tools/engine/flags.py) says.
+# The flags on which replies depend. --engine is none of them: engines draw other tokens with the same probabilities,
+# up to rounding, so a run may go on with another engine on another machine.
 COMPUTING = (*(field.name for field in dataclasses.fields(Sampling)), "dtype", "tf32", "vllm_args")
 
 

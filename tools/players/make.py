@@ -46,9 +46,9 @@ def is_local(name: str | Choose) -> bool:
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
 
-    Logs which engine plays, and why. The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py).
-    On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. On a CPU `auto` never
-    takes it.
+    Logs which engine plays, and why. `engine_notes` notes it in the record of play, STEM_settings.json, as "engines".
+    The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py). On a GPU vLLM comes first, because
+    it has kernels of its own, and our engine is plain torch. On a CPU `auto` never takes it.
     """
     if not any(map(is_local, names)):
         return flags
