@@ -75,6 +75,8 @@ def steps(loop: Loop) -> Iterator[Step]:
     for epoch in range(1, loop.epochs + 1):
         folder = f"{loop.output}/epoch{epoch}"
         episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
+        # No program checks that this model has played them. `begin_like` in tools/loop/settings.py keeps games of the
+        # other run only together with the model that played them, but a `first_episodes` of the user counts more.
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
         elif plays_games(loop.control):

@@ -70,7 +70,12 @@ class Study:
 
 
 def read_study(path: str, settings: Sequence[str]) -> Study:
-    """Read a file of arms. UserError for what is wrong in it, also in the last arm, which may be days away."""
+    """Read a file of arms. UserError for a wrong name or value in it, also in the last arm, which may be days away.
+
+    Files and rows that settings name are not checked here, because `prepare` may still have to make them: the loop of
+    an arm checks its own when it begins (`check_inputs` in tools/loop/inputs.py). Nor are measures of comparisons:
+    only results bring their names.
+    """
     with user_errors(f"{path}: not TOML", tomllib.TOMLDecodeError):
         tree = tomllib.loads(read_text(path), parse_float=str)
     kinds = {part.name: get_origin(part.type) or part.type for part in fields(Study)}

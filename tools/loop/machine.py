@@ -43,7 +43,11 @@ def ask(question: Question) -> dict:
 
 
 def answer(question: Question) -> dict:
-    """Values for what is `auto`. UserError for GPUs that cannot be used, are too few, or too small for a match."""
+    """Values for what is `auto`. UserError for GPUs that cannot be used, are too few, or too small for a match.
+
+    `main` in tools/run_spag.py puts them in the place of `auto`, so OUTPUT/settings.json has the values, and a later
+    start for which `precision` becomes another one is refused (`check_record` in tools/loop/record.py).
+    """
     import torch
 
     gpus = torch.cuda.device_count()

@@ -58,7 +58,12 @@ USED_FIRST_BY = {
 
 
 def is_free(name: str) -> bool:
-    """Whether a setting changes no result, so that it may differ: as the stages' own records of their settings say."""
+    """Whether a setting may differ between two starts.
+
+    Settings of the loop itself are in FREE. Of a stage's flags those are free that its own record does not compare,
+    because they change no result. The tables of MEASURES are free here, although they change results: the program of
+    the stage then refuses other settings itself (`stage` in utils.py).
+    """
     stage, dot, key = name.rpartition(".")
     if not dot:
         return name in FREE
@@ -124,6 +129,9 @@ def check_record(loop: Loop, words: list[str]) -> None:
     Each program compares its own settings with its record too (`stage` in utils.py). But it does so only when its turn
     comes, and it does not know the loop's own settings. A table counts as used from the first epoch on: a setting
     cannot change between epochs of one run (`stage_step` in tools/run_spag.py says how to get that).
+
+    The words are compared with OUTPUT/words.txt once there are games, because the file that `words` names may have
+    changed.
     """
     folder = Path(loop.output)
     path = folder / "settings.json"

@@ -113,6 +113,9 @@ def begin_like(folder: str, changes: Settings) -> BegunLike:
 
     Both are kept unless a changed setting decides them, so that the runs do not differ by another draw of imitation or
     games too. Which settings decide them is in FOUNDATION, OF_EPISODES, and `is_free` of tools/loop/record.py.
+
+    The other run may go on: once a stage of this run has begun, `settings_of_like` takes the other run's settings from
+    this run's own settings.json, where `write_record` in tools/loop/record.py keeps them as "like".
     """
     stored = settings_of_like(folder, str(changes.get("output")))
     dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}

@@ -61,7 +61,12 @@ class Stages:
         self.signal = number
 
     def run(self, name: str, command: Sequence[str], **variables: str) -> None:
-        """Run a program to its end, with these environment variables. StageFailed if its exit status is not 0."""
+        """Run a program to its end, with these environment variables. StageFailed if its exit status is not 0.
+
+        Each start adds to the log of the stage: first a line with the time and the whole command, which begins with
+        "===", then what the program writes. If the loop is killed by SIGKILL, the program runs to its end all the
+        same, and keeps the lock of OUTPUT until then (`hold_lock`).
+        """
         if self.signal:
             self._stop(name)
         log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
@@ -169,7 +174,11 @@ def new_lines(log: Path, start: int) -> list[str]:
 
 
 def report_end(name: str, lines: Sequence[str], took: float) -> None:
-    """Show a program's warnings, how many seconds it took, and its last line."""
+    """Show a program's warnings, how long it took, and its last line.
+
+    How long a stage took stands on the terminal alone. Its log has the time of each start, and train_results.json of
+    a training has the seconds that its last start trained, as train_runtime.
+    """
     # Each once: several processes may log the same warning, and only the time and the rank before it differ.
     warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
     for warning in sorted(warnings):

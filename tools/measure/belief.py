@@ -64,6 +64,9 @@ def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[s
     uniform guess among N has -log N. The number can be smaller than that of the words: `draw_candidates` leaves out
     forms of candidates, and `with_secret` forms of the secret. So the list of the embedded world's 162 words, in
     `belief_among_all` of tools/lab/preparations.py, gives 155 candidates. The draw of another --seed may give 157.
+
+    `mean_rows` in tools/evaluate_belief.py stores the number as "candidates" in belief.json; in a study's table it is
+    a part of the measure's name.
     """
     return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
@@ -244,7 +247,8 @@ def measure_game(
     """The numbers of a model before the first hint of a game and after each hint, as the module's docstring has them.
 
     The secret takes the place of its forms among `candidates`; `number` is how many count, unset: all. `logprobs`
-    holds log p of each guess, the right one first.
+    holds log p of each guess, the right one first. Each entry becomes a line of belief_messages.jsonl. Its
+    `prompt_cut` is the only sign that a prompt lost its beginning: belief does not warn of that, as play does.
 
     A new number gets a key here, its mean in `mean_rows` of tools/evaluate_belief.py, a title in `belief_charts` of
     tools/measure/report_page.py, and a name in `belief_numbers` of tools/lab/table.py. Finished results lack the key.

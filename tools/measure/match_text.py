@@ -87,7 +87,11 @@ def points_line(rows: Sequence[dict]) -> str:
 
 
 def pooled_rows(rows: Sequence[dict]) -> list[dict]:
-    """Of the shown rows one for each pair of players: the first, which pools word lists and roles."""
+    """Of the shown rows one for each pair of players: the first, which pools word lists and roles.
+
+    The last line of a match (`points_line`) and the first table of the report (`headline` in
+    tools/measure/report_page.py) show the points of these rows.
+    """
     groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
     return [next(group) for _, group in groups]
 

@@ -112,8 +112,9 @@ def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in one of its folders; UserError for others.
 
     Files are found by their names, without the settings of a loop. So a run with like= shows neither the training of
-    imitation nor the games of epoch 1 that it took from the other run. The loop makes a page after each epoch and
-    after the benchmarks (`steps` in tools/run_spag.py).
+    imitation nor the games of epoch 1 that it took from the other run. What is still at work is not shown:
+    *_results.json of games, matches.json, and trainer_state.json beside a model are written at the end. The loop makes
+    a page after each epoch and after the benchmarks (`steps` in tools/run_spag.py).
 
     A new kind of result needs a field of Report that is filled here, and a section in `page_html` of
     tools/measure/report_page.py. For several runs on one page `Report.read` needs names that tell the run, and so do
