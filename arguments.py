@@ -28,7 +28,9 @@ METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.it
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
 # The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
 # number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
-# that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.)
+# that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.
+# With --load_best_model_at_end the flags of evaluation and saving, such as --eval_steps and --greater_is_better,
+# decide which checkpoint becomes the model, but they are not compared either.)
 # A new field of SPAGArguments goes here if it changes the results. The loop then knows it too: it takes its settings
 # from `build_parser`, and `compared_flags` in tools/loop/record.py reads this list. If its default is not None,
 # train.py refuses outputs that were made without it: `differences` in utils.py takes a missing setting for None. A
@@ -175,7 +177,11 @@ class SPAGArguments(MethodArguments):
 
     @cached_property
     def run_settings(self) -> dict:
-        """Everything that changes the results, as `utils.stage` compares it between two starts."""
+        """Everything that changes the results, as `utils.stage` compares it between two starts.
+
+        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
+        change between two starts if their product stays, the micro-batch only under --loss_normalization step or SFT.
+        """
         names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
         # An allow_ flag decides whether a training begins, and changes nothing in it.
         settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
@@ -288,7 +294,11 @@ def _check_precision(args: SPAGArguments) -> None:
 
 
 def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights."""
+    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights.
+
+    The loop asks this too, by `check_flags`. Numbers that differ from flags show only when train.py starts
+    (`_check_deepspeed_numbers`). The content of the file is in no record, so a start does not notice a change of it.
+    """
     path = args.deepspeed
     config = utils.read_json(path)
     if "scheduler" in config:

@@ -88,6 +88,15 @@ def scratch(args: SPAGArguments) -> Iterator[None]:
 
 
 def run(trainer: SPAGTrainer) -> None:
+    """Train, and write what a training leaves.
+
+    The model of the last step is saved. With --load_best_model_at_end the Trainer first loads the best checkpoint, and
+    that one is saved; `old_checkpoints` in trainers.py keeps it until then.
+
+    --push_to_hub uploads OUTPUT_DIR at `save_model`, and by default at each checkpoint, without the folders
+    checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and REFERENCE_FILE
+    are uploaded too. What is written after `save_model`, such as the folder merged, is not.
+    """
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
@@ -119,7 +128,12 @@ def make_saved_weights_readable(folder: str) -> None:
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
-    """Read the data and the models, in this order: errors of data show before weights are loaded."""
+    """Read the data and the models, in this order: errors of data show before weights are loaded.
+
+    The log then names the device, the precision and the dtype of the weights that this start really has. In the loop
+    the log is OUTPUT/logs/STAGE.log. When training has ended, `use_cpu` among the "arguments" in settings.json tells
+    whether the CPU has computed.
+    """
     # The first weights of adapters are drawn. Dropout and the order of rows follow this seed too; --data_seed replaces
     # it for the order.
     set_seed(args.seed)
@@ -157,7 +171,11 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 
 
 def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
-    """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`."""
+    """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`.
+
+    To train a part of them, select rows at the end, as `leave_out_weight_0` does; they keep their `index`. A flag for
+    it goes into COMPARED (arguments.py). `encoded_batches` in dataloaders.py has then logged the number of all rows.
+    """
     method = TRAIN_METHODS[args.train_method]
     types: set[str] = set()
 
@@ -187,7 +205,11 @@ def scratch_folder(args: SPAGArguments) -> Path:
 
 
 def check_game_row(row: TextRow) -> None:
-    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
+    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is.
+
+    `read_rows` calls this for the rows that are not SFT rows, and warns of other values of their `type`. The other
+    methods use no reward, so a row of theirs needs none; `encode` in dataloaders.py gives it 1.0.
+    """
     if str(row.type).strip().lower() == "sft":
         raise utils.UserError(f"'type' is {row.type!r}; an SFT row has \"type\": \"sft\"")
     if row.reward is None:
@@ -195,7 +217,11 @@ def check_game_row(row: TextRow) -> None:
 
 
 def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
-    """The rows of a weight above 0. The method uses no other weights, so they are a warning."""
+    """The rows of a weight above 0. The method uses no other weights, so they are a warning.
+
+    This is for SFT alone. The other methods keep rows of weight 0: these cost nothing, but count in `Denominators`
+    (trainers.py). `normalize_row` in dataloaders.py refuses weights below 0.
+    """
     weights = column(rows, "weight")
     if (weights == 1).all():
         return rows
@@ -209,7 +235,11 @@ def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
 
 
 def check_rows(rows: Dataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
+    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model.
+
+    Rows of evaluation are not checked here. The loop refuses losers and ties without detach_kl before its first stage
+    (`check_rows` in tools/loop/inputs.py); negative rewards of other rows show only here.
+    """
     files = ", ".join(args.train_data_path)
     batch = args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
@@ -244,7 +274,10 @@ def check_positions(model: PreTrainedModel, paths: list[str], rows: Dataset) -> 
 
 
 def vocabulary_size(args: SPAGArguments) -> int:
-    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
+    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable.
+
+    Tokens of the rows that lie beyond it are refused by `check_encoded` in dataloaders.py.
+    """
 
     def size_of(name: str) -> int:
         config = utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)

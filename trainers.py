@@ -625,6 +625,9 @@ class SPAGTrainer(Trainer):
         `run_settings` (arguments.py), a tensor and a file like these, and an argument of `offline_po_loss`. In the
         loop `self_play_step` hands it over; `steps` in tools/run_spag.py knows the imitation model. If the reference
         moves in training, its numbers must be computed and stored again: this runs before the first step.
+
+        The stored numbers belong to the rows and the reference of this start: `run_settings` has digests of both, and
+        `utils.stage` refuses a start that differs. A start without a complete checkpoint computes them anew.
         """
         path = Path(self.args.output_dir, REFERENCE_FILE)
         in_training = len(self.train_dataset)
@@ -741,7 +744,10 @@ class SPAGTrainer(Trainer):
             utils.write_json(path, utils.read_json(path) | {"base_model_name_or_path": base})
 
     def create_model_card(self, **_) -> None:
-        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know in the place of its guesses."""
+        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know in the place of its guesses.
+
+        train.py calls this at the end, and the Trainer before the upload of the model that is saved at the end.
+        """
         if not self.is_world_process_zero():
             return
         base = utils.public_name(self.args.model_name_or_path)
@@ -783,6 +789,10 @@ class SPAGTrainer(Trainer):
 
     def log(self, logs, start_time=None):
         """Log these numbers and, beside a loss, our metrics since the last log.
+
+        The Trainer gives `loss`, a mean over these steps, their micro-batches and all ranks, and of the last step
+        `learning_rate` and `grad_norm`, before clipping. The program prints each log at once. All stand in
+        trainer_state.json, which each checkpoint has, and OUTPUT_DIR, where the report reads it, after training.
 
         All ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may stop the training on
         them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks alike, and train.py
