@@ -225,6 +225,7 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
     """
     method_arguments = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {})
     _check_method(args, method_arguments)
+    _check_steps(args)
     _check_run(args)
     for name, default in method_arguments.items():
         if getattr(args, name) is None:
@@ -249,16 +250,23 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
         raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
-def _check_run(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for flags that make no step, for seeds out of range, and for packages that are missing."""
-    # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
-    if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
-        raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
+def _check_steps(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for flags that make no step, or steps of another number of rows than they say."""
     has_steps = args.max_steps > 0
     if args.max_steps < 0:  # then the epochs count
         has_steps = args.num_train_epochs > 0
     if not has_steps:
         raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
+    if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
+        remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
+        raise utils.UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
+
+
+def _check_run(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for seeds out of range, flags that files or processes overrule, and packages that are missing."""
+    # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
+    if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
+        raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
     with utils.user_errors(f"--seed {args.seed}", ValueError):
         np.random.RandomState(args.seed)
     with utils.user_errors(f"--data_seed {args.data_seed}", ValueError):

@@ -100,6 +100,7 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--deepspeed sgd.json", "sgd.json: .*optimizer SGD; .*zero_allow_untested_optimizer"),
         ("SFT", "--eval_on_start True", "--eval_data_path"),
         ("SFT", "--lora_rank 0", "a rank is at least 1"),
+        ("SFT", "--auto_find_batch_size True", "--auto_find_batch_size would make steps of fewer rows"),
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
     ],
 )

@@ -86,7 +86,11 @@ class Control(FlagGroup):
 
 @dataclass(kw_only=True)
 class Sft(ChatFlags, Control):
-    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps."""
+    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps.
+
+    In the loop this file is LIKE/epochK/rows/rows.json, the rows of the same epoch of the other run (`rows_steps` in
+    tools/run_spag.py).
+    """
 
     plays_games = False
     makes_game_rows = False
