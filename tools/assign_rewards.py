@@ -96,6 +96,9 @@ def play_settings(path: str) -> dict:
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
     """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play.
 
+    Which model has played is not compared. Training needs it as --ref_model_name_or_path. In the loop `training_step`
+    in tools/run_spag.py sets it; by hand no program checks it.
+
     A further flag that both must share is compared here if `settings` in tools/players/flags.py records it. The loop
     refuses a difference if SAME_IN_ROWS in tools/loop/inputs.py names the flag too.
     """

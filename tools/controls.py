@@ -110,6 +110,8 @@ class Silent(Control):
     plays_games = False
 
     def make(self, rows: list[dict]) -> list[dict]:
+        # The weight is a factor of the whole term of a row, KL included, so rows of games give no gradient
+        # (`offline_po_loss` in trainers.py). SFT rows are averaged by themselves, as without a control.
         return [row if is_sft(row) else row | {"weight": 0.0} for row in rows]
 
 

@@ -31,6 +31,7 @@ class SlotEngine(OwnEngine):
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
     Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
+    tests/test_engine.py compares its replies with those of transformers' `generate`.
     """
 
     name = SLOTS

@@ -64,7 +64,8 @@ class Game:
     name: str  # as in --game
     title: str  # the name that people read
     # A turn is one message of each role. This is the default of --max_turns (`turns` in tools/players/flags.py). Each
-    # episode stores its own number, and rows and belief take that one.
+    # episode stores its own number, and rows and belief take that one. So games of one run may have different numbers,
+    # if `play_games` in tools/selfplay/play.py gives `play_game` another one for each.
     max_turns: int
     prompt_file: ClassVar[Path]  # format: data/README.md
     # --attacker_model_name_or_path plays the first, --defender_... the second. There are two everywhere. A third needs
@@ -80,7 +81,8 @@ class Game:
         """What this role may know after these messages: texts by the name of their slot, the same slots always.
 
         They fill the role's instruction in prompts of play, of training and of belief. A text may change from message
-        to message: the number of the turn is `len(history) // 2 + 1`. A new slot must stand in this role's instruction
+        to message: the number of the turn is `len(history) // 2 + 1`. A slot that a player writes into a message is
+        not filled (`_fill` in tools/games/prompts.py). A new slot must stand in this role's instruction
         in every prompt file of the game, or `load_templates` (tools/games/prompts.py) refuses the file. How many turns
         are left depends on --max_turns, which a game does not know: let `instruction` there fill such a slot, beside
         {max_turns}, from the history that its callers have (`play_prompt`, `training_prompt`, and Turn).
@@ -232,6 +234,8 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 
     Options are the arguments of the class, as texts: `__init__` makes numbers of them and checks their values. Two
     starts of play compare them as they were given, so a default that is written out differs from one that is left out.
+    UserError for an unknown or a missing option; the loop finds it before its first stage (`check_inputs` in
+    tools/loop/inputs.py).
     """
     path = CLASSES.get(name, name)
     if ":" not in path:

@@ -148,7 +148,10 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game.
 
-    A rule text must end in a newline, because `join_play_prompt` puts the history right behind it.
+    A rule text must end in a newline, because `join_play_prompt` puts the history right behind it. Each role needs an
+    instruction with the slots of its secrets, and `answer` must be a right guess to the judge. {max_turns} may be
+    left out. Play, rows, matches and belief read their file here; the loop reads that of play before its first stage
+    (`check_layout` in tools/loop/inputs.py).
     A new field of prompt files is read by the function that uses it, as `answer` is, and checked here. Unknown fields
     are ignored.
     """

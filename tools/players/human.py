@@ -16,6 +16,12 @@ HUMAN = "human"
 
 
 class HumanPlayer(Player):
+    """UserError without a terminal, or in a launch of several processes, whose games would ask at the same time.
+
+    `make_players` (tools/players/make.py) lets one game run at a time, and `play_words` (tools/selfplay/play.py) shows
+    no bar.
+    """
+
     at_terminal = True
 
     def __init__(self, game: Game):

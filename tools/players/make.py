@@ -48,7 +48,8 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
 
     Logs which engine plays, and why. `engine_notes` notes it in the record of play, STEM_settings.json, as "engines".
     The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py). On a GPU vLLM comes first, because
-    it has kernels of its own, and our engine is plain torch. On a CPU `auto` never takes it.
+    it has kernels of its own, and our engine is plain torch. On a CPU `auto` never takes it. If vLLM does not start,
+    the program ends, and no other engine takes over (`_start` in tools/engine/vllm.py).
     """
     if not any(map(is_local, names)):
         return flags
@@ -70,6 +71,8 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
     """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part.
 
+    A model is compared by the digest of its folder, so `stage` in utils.py refuses to go on with a model that was
+    trained again at the same path. What a server computes with is not known: its model has the name alone.
     `differences_from_play` in tools/assign_rewards.py reads "api" and "path" to compare the prompts of rows with those
     of play.
     """
@@ -110,7 +113,8 @@ def make_players(
     seed differ if free memory, batch size or the number of processes do. `games_left` is part of its seed, so that a
     continued run does not repeat the draws of the games that are there. It is part of the seeds for servers, so that a
     game that a server has refused is drawn anew. vLLM's draws depend on seed, game and message alone. `note_engines`
-    is given the names of engines once they have started.
+    is given the names of engines once they have started. If no flag gives the number of games at once or an engine's
+    type of numbers, the log alone says what they are.
     """
     folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
     limit = 1 if HUMAN in names else flags.concurrent_games  # a person plays one game after the other
@@ -160,7 +164,11 @@ def default_games_at_once(players: Iterable[Player], engines: Collection["Engine
 def _start_engines(
     folders: Sequence[Path], flags: PlayFlags, limit: float, state: "TorchState"
 ) -> dict[Path, "Engine"]:
-    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do."""
+    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do.
+
+    `make_players` names each folder once, so a model that plays both roles is in memory once and answers both in one
+    batch.
+    """
     key = repr(([model_setting(str(folder)) for folder in folders], flags))
     with state.in_use():
         if key not in _loaded:

@@ -169,6 +169,9 @@ class ServerPlayer(Player):
 
         One more field, such as `reasoning_effort`, is a flag of ServerFlags and goes into `fields`. `player_setting`
         must return it, but only where it is set: otherwise runs that were recorded without it cannot go on.
+
+        If a server refuses the request, `reply` tries other forms, without `all_fields` or with another `limit`. After
+        the first reply it keeps the form, and warns of the fields that are left out, such as the seed.
         """
         sampling = self.flags
         prompt = whole_characters(turn.prompt())

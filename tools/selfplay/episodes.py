@@ -124,7 +124,8 @@ class EpisodeFiles:
 
         Missing are the games that `play_games` in tools/selfplay/play.py has left out with a warning, because a player
         gave no reply. No results are written without them: which games fail may depend on how they went, so the
-        others alone could be a biased sample.
+        others alone could be a biased sample. Who takes that risk gives the rank files to tools/assign_rewards.py as
+        --input_data_path. The loop stops here.
         """
         if self.rank_file is not None:
             self.rank_file.close()

@@ -84,8 +84,13 @@ async def play_games(
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
     Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
-    cannot go on because a reply is unavailable is left out, with a warning; `finish` in tools/selfplay/episodes.py
-    then ends the program with status 3. UserError for a task that holds the text of a special token of the players.
+    cannot go on because a reply is unavailable is left out, with a warning that names its task and the reason;
+    `finish` in tools/selfplay/episodes.py then ends the program with status 3. Any other exception of a player ends
+    all games. UserError for a task that holds the text of a special token of the players: messages lose such texts, so
+    nobody could say it.
+
+    For a limit of time, let `keep_playing` return before it takes another task. The missing games end the program with
+    status 3 too. To the loop that is a failed stage (`run` in tools/run_spag.py), and its next start plays them.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
@@ -173,9 +178,11 @@ def play_words(
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
     """A function that shows a finished game, and the bar that it moves.
 
-    Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none). A game
-    that was left out does not move the bar. The speed in the program's last line is that of all processes together;
-    `main` in tools/play_llm_game.py computes it.
+    Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).
+    `play_words` makes this number: --logging_steps messages of each game at work. A game that was left out does not
+    move the bar. Each process warns once of a prompt that lost its beginning, and once of a thought without an end in
+    a reply that was not cut off. The speed in the program's last line is that of all processes together; `main` in
+    tools/play_llm_game.py computes it.
     """
     outcomes = Counter()
     counts = Counter()

@@ -87,7 +87,7 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
 
 
 def game_result(game: Game, episode: Mapping) -> Result:
-    """Judge a valid episode. Raises ValueError for rewards that a game may not pay.
+    """Judge a valid episode. Raises ValueError for rewards that a game may not pay; programs end with its traceback.
 
     A stored outcome does not count: games of other people have none, and play may have had other --game_options. A
     verdict that cannot be computed again, such as a model's, must be read from the episode here. `play_game` in
@@ -115,9 +115,10 @@ class Payment(NamedTuple):
 def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
-    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted and
-    not rows, because the rows of a winner share the reward of its game, however many they are. If each game pays 1,
-    weight times reward sums to N / 2 over the rows that a role has won. The 2 is the number of roles.
+    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. No warning says so,
+    but the last line of tools/assign_rewards.py shows the weights. Games are counted and not rows, because the rows of
+    a winner share the reward of its game, however many they are. If each game pays 1, weight times reward sums to
+    N / 2 over the rows that a role has won. The 2 is the number of roles.
 
     Other weights begin here. A flag for them must reach both callers: `game_rows` in tools/selfplay/rows.py, and
     `make_rows` in tools/assign_rewards.py, which notes the weights in the record. Rows of losers and of ties get

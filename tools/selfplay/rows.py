@@ -127,6 +127,9 @@ def game_rows(
     with the thoughts of their replies. Games of other people may go on after the decision; what follows is no part of
     the game.
 
+    A message that was cut off at the token limit becomes a row as any other does. Its target gets an end token too, by
+    `encode` in dataloaders.py or `row` in tools/games/chat.py, so the model learns to end there.
+
     To leave out single messages, such as empty ones, skip them where a role without payment is skipped, but call
     `next(rewards[role])` first: the later messages then keep their shares. If the others shall share the whole reward,
     leave the message out of `speakers.count` too, and do not call `next`.
