@@ -71,7 +71,7 @@ class Split(FlagGroup):
     """Draw words to hold out. Both lists keep the order; a word that comes twice, in any case, is written once.
 
     So no word is in both lists. But only spelling is compared: "apples" may be played and "apple" held out. To hold
-    forms out too, compare by `derivatives` of tools/games/taboo.py. No later program, not even the loop, compares the
+    forms out too, compare by `derivatives` of tools/games/taboo.py. Play, matches and the loop do not compare the
     words of play with those of matches. The order stays because `max_words` of the loop takes the first words, in
     data/target_words.txt the most frequent.
     """
