@@ -263,7 +263,7 @@ def _check_steps(args: SPAGArguments | Namespace) -> None:
 
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for seeds out of range, flags that files or processes overrule, and packages that are missing."""
+    """Raise UserError for seeds out of range, flags that files or processes overrule, and missing packages."""
     # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
