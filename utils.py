@@ -450,7 +450,10 @@ def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
 
 
 def alpaca_to_row(example: dict) -> dict:
-    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
+    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
+
+    In rows with a chat template `sft_row` in tools/selfplay/rows.py takes `alpaca_to_turn` in its place.
+    """
     instruction, given, output = alpaca_texts(example)
     context = f"\n\n### Input: {given}" if given else ""
     prompt = f"### Instruction: {instruction}{context}\n\n### Response: "

@@ -32,7 +32,8 @@ GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")
 # For the report's marks alone: the whole sentence.
 GUESS_SENTENCE = re.compile(r"i know the word! it.[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 # From the defender it ends play, as released. Without "! it" it is no guess: the game is tied, unless the same message
-# says the word.
+# says the word. It decides nothing, so the judge does not ask `stops`: in a stored game that went on, a later message
+# counts.
 HALF_A_GUESS = "i know the word"
 
 

@@ -151,7 +151,9 @@ def make_players(
 def default_games_at_once(players: Iterable[Player], engines: Collection["Engine"], games_left: int) -> int:
     """As many games as the players answer messages at once, so that none of them waits for work.
 
-    An engine whose `size_limits_games` is true allows at most its `size`, also beside another engine.
+    An engine whose `size_limits_games` is true allows at most its `size`, also beside another engine: it keeps the
+    keys and values of a game between its messages, and those of more games would displace each other. Plain generate
+    keeps none, so with two models the sum keeps both batches full.
     """
     servers = sum(isinstance(player, ServerPlayer) for player in players)
     answered_at_once = servers * SERVER_GAMES + sum(engine.size for engine in engines)
