@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 class TextRow(NamedTuple):
     """A row's texts and numbers. With `chat_template` the texts already contain all special tokens.
 
-    A new number passes through `normalize_row`, `encode`, COLUMNS and SPAGCollator to `method_loss` in trainers.py.
+    A new number passes through `normalize_row`, `encode`, `encode_example` (for tools/spag.py), COLUMNS and
+    SPAGCollator to `method_loss` in trainers.py.
     tools/selfplay/rows.py writes it (Row, `game_rows`), tools/controls.py must keep it, and data/README.md lists it.
     """
 

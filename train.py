@@ -173,8 +173,9 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
     """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`.
 
-    To train a part of them, select rows at the end, as `leave_out_weight_0` does; they keep their `index`. A flag for
-    it goes into COMPARED (arguments.py). `encoded_batches` in dataloaders.py has then logged the number of all rows.
+    To train a part of them, leave records out where `encoded_batches` in dataloaders.py reads them, before they are
+    numbered: the reference's numbers are kept by `index`, from 0 to the number of rows. A flag for it goes into
+    COMPARED (arguments.py).
     """
     method = TRAIN_METHODS[args.train_method]
     types: set[str] = set()

@@ -584,7 +584,7 @@ class SPAGTrainer(Trainer):
         """The loss of an evaluation batch; the Trainer averages it over rows.
 
         Each batch is normalized by itself, also with --loss_normalization step, because evaluation has no steps. Only
-        the loss is logged: `compute_loss` collects the metrics of training alone.
+        the loss is logged, beside the Trainer's speeds: `compute_loss` collects the metrics of training alone.
         """
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
@@ -794,10 +794,11 @@ class SPAGTrainer(Trainer):
         `learning_rate` and `grad_norm`, before clipping. The program prints each log at once. All stand in
         trainer_state.json, which each checkpoint has, and OUTPUT_DIR, where the report reads it, after training.
 
-        All ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may stop the training on
-        them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks alike, and train.py
-        saves the model. To end without a model, raise UserError here, as `check_finite` does; the loop then stops too.
-        The limit is a field of SPAGArguments (arguments.py), without a place in COMPARED.
+        Of a training step all ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may
+        stop the training on them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks
+        alike, and train.py saves the model. To end without a model, raise UserError here, as `check_finite` does; the
+        loop then stops too. The limit is a field of SPAGArguments (arguments.py); if it decides which model is saved,
+        it goes into COMPARED.
         """
         if "loss" in logs:
             self.check_finite()

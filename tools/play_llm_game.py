@@ -48,7 +48,8 @@ def main() -> None:
         "attacker_model_name_or_path": player_setting(names[0], flags),
         "defender_model_name_or_path": player_setting(names[1], flags),
         # The words that --max_games leaves, by their content. So a longer list or another --max_games is refused. To
-        # allow a list that has grown at its end, compare its old words alone: EpisodeFiles knows a game by its index.
+        # allow a list that has grown at its end, compare its old words alone, since EpisodeFiles knows a game by its
+        # index. A finished run then also needs its STEM_results.json deleted, or it counts as done.
         # In the loop `check_record` in tools/loop/record.py refuses other words too.
         "data_path": words_setting(flags.data_path, words),
         **flags.settings(game),

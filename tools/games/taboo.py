@@ -44,8 +44,9 @@ class Taboo(Game):
     the report (by `_pattern`).
 
     More forbidden words for a word make a game of its own, a subclass with lines such as "cat, milk, purr": its
-    `check_task` refuses others, `secrets` gives the attacker the words as a further slot of its prompt file, `decide`
-    ends the game if the attacker `_says` a form of one, and `answer` and `marks` take the first part alone.
+    `check_task` refuses others, `secrets` gives the attacker the words as a further slot of its prompt file, and
+    `decide` ends the game if the attacker `_says` a form of one. The word is then the first part alone: in `decide`,
+    in `answer`, in `marks`, and in the slot target_word of `secrets`.
     """
 
     name = "taboo"

@@ -86,7 +86,8 @@ def choose_deepspeed(question: Question, gpus: int, memory: int) -> str:
     new file of DeepSpeed that `auto` may take is an entry of `ways`.
     """
     # 18: 4 weights + 4 gradients + 8 Adam + 2 copies. 22: DDP has 4 bytes of gradients more, in its buckets.
-    # ZeRO-2 keeps 4, half-precision weights and gradients, and splits 16. ZeRO-3 splits all 20.
+    # ZeRO-2 splits 16, fp32 gradients and the optimizer's state; 4 are counted whole, half-precision weights and
+    # gradients. ZeRO-3 splits all 20.
     ways = {NONE: 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     if question.lora:
         ways = {NONE: 2.2, "configs/zero3.json": 2.2 / gpus}

@@ -61,8 +61,9 @@ def is_free(name: str) -> bool:
     """Whether a setting may differ between two starts.
 
     Settings of the loop itself are in FREE. Of a stage's flags those are free that its own record does not compare,
-    because they change no result. The tables of MEASURES are free here, although they change results: the program of
-    the stage then refuses other settings itself (`stage` in utils.py).
+    because they change no result (with load_best_model_at_end some of evaluation and saving do). The tables of
+    MEASURES are free here, although they change results: the program of the stage then refuses other settings itself
+    (`stage` in utils.py).
     """
     stage, dot, key = name.rpartition(".")
     if not dot:

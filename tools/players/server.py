@@ -100,7 +100,7 @@ def connect(flags: ServerFlags):
         api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one
         base_url=url,
         max_retries=flags.openai_retries,
-        # A long reply may take all its time, but a machine that is off is known after 5 s.
+        # A long reply may take all its time, but a try at a machine that is off ends after 5 s.
         timeout=openai.Timeout(flags.openai_timeout, connect=5),
         http_client=http_client,
     )

@@ -38,9 +38,9 @@ async def play_game(
     loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
     its turn in the other's prompt, and go on in another name.
 
-    A player does not know the task, so a reply that is to be drawn again, as after a breach, is judged and asked for
-    again here. vLLM and servers draw by `draw_seed` (tools/players/player.py), which must then mix in the number of
-    the try, a new field of Turn. A flag for it needs PlayFlags, `play_words`, and tools/spag.py.
+    Players do not judge, so a reply that is to be drawn again, as after a breach, is judged and asked for again here.
+    vLLM and servers draw by `draw_seed` (tools/players/player.py), which must then mix in the number of the try, a new
+    field of Turn. A flag for it needs PlayFlags, `play_words`, and tools/spag.py.
     """
     special = special_texts_of(players)
     history: list[dict[str, str]] = []
@@ -180,9 +180,9 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
 
     Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).
     `play_words` makes this number: --logging_steps messages of each game at work. A game that was left out does not
-    move the bar. Each process warns once of a prompt that lost its beginning, and once of a thought without an end in
-    a reply that was not cut off. The speed in the program's last line is that of all processes together; `main` in
-    tools/play_llm_game.py computes it.
+    move the bar. Each process warns once in a run of play, or in each match, of a prompt that lost its beginning, and
+    once of a thought without an end in a reply that was not cut off. The speed in the program's last line is that of
+    all processes together; `main` in tools/play_llm_game.py computes it.
     """
     outcomes = Counter()
     counts = Counter()

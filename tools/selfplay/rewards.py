@@ -135,8 +135,9 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
     Otherwise the game pays its winners. With `losers` above 0 the loser gets -losers times the winner's reward, at the
     winner's weight. So the losses of both roles count alike, as their wins do: if each game pays 1, weight times
     reward sums to -losers * N / 2 over the rows that a role has lost. With `ties` above 0 both roles of a tied game
-    that pays nobody get -ties. A breach costs nobody anything: by default it pays nobody, as in the release, since the
-    winner's messages have not won the game. So there is no reward of which the loser could pay a part.
+    that pays nobody get -ties. A breach pays nobody by default, as in the release, since the winner's messages have
+    not won the game. So there is no reward of which the loser could pay a part. With `losers` a game that pays
+    the winner of a breach also charges the loser.
 
     A tie has no winner whose weight it could take. It has weight 1, the mean weight of decided games if each role wins
     some. For rows of one role alone, leave the other role out of what this returns, and give weight 1, since nothing

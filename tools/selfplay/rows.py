@@ -43,8 +43,8 @@ class Row(TypedDict, total=False):
 
     Training ignores fields that it does not know. So a field for your own scripts, such as the word of the game, is a
     key here and in `game_rows`. A number that a loss shall read goes on through TextRow, `normalize_row`, `encode`,
-    COLUMNS and SPAGCollator in dataloaders.py to OfflinePOTrainer and `offline_po_loss` in trainers.py. `loss` in
-    tools/spag.py calls the latter too.
+    `encode_example`, COLUMNS and SPAGCollator in dataloaders.py to OfflinePOTrainer and `offline_po_loss` in
+    trainers.py. `loss` in tools/spag.py calls the latter too.
     """
 
     query: str
