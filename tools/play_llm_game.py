@@ -10,6 +10,7 @@ command plays the missing ones. Without a launcher (python -m tools.play_llm_gam
 several games of a word write it into the list several times; in the loop set games_per_word.
 """
 
+import time
 from dataclasses import dataclass
 
 from tools.flags import file_name, flag, parse_flags
@@ -57,7 +58,7 @@ def main() -> None:
     }
     with stage(files.record_path, settings, results=files.patterns) as work:
         tokens_before = 0
-        seconds = 0.0
+        seconds = waited = 0.0
         if work.todo:
             tokens_before = sum(map(new_tokens, files.finished().values()))
             seconds = play_words(
@@ -70,11 +71,13 @@ def main() -> None:
                 seed=flags.seed,
                 note_engines=engine_notes(work),
             )
+            ended = time.monotonic()
             files.finish()
+            waited = time.monotonic() - ended  # for the processes that still played
     if rank() == 0:
         counts = read_json(files.summary_path)
         # Of all processes in this start, by the clock of rank 0, without the time to load models.
-        speed = (counts["new_tokens"] - tokens_before) / seconds if seconds else None
+        speed = (counts["new_tokens"] - tokens_before) / (seconds + waited) if seconds else None
         print(summary_line(counts) + (f"; {speed:,.1f} new tokens a second" if speed else ""))
 
 
