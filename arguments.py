@@ -18,7 +18,12 @@ from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
-import utils
+from tools.common.errors import UserError, require, user_errors
+from tools.common.files import read_json
+from tools.common.flags import with_values
+from tools.common.models import model_setting
+from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
+from tools.common.records import rows_setting
 from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
@@ -150,14 +155,14 @@ class SPAGArguments(MethodArguments):
         # on one, begin with the condition `mps` below; `own_device` in tools/engine/local.py chooses the device of
         # play, and `answer` in tools/loop/machine.py counts GPUs by torch.cuda.
         if not self.use_cpu and not torch.cuda.is_available():
-            utils.warn_of_idle_gpu()
+            warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:
             self.tf32 = None  # TensorFloat-32 is a format of GPUs
             self.dataloader_pin_memory = False
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
-        with utils.user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
+        with user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
             _check_deepspeed_numbers(self)
             for callback in get_reporting_integration_callbacks(self.report_to):
@@ -177,7 +182,7 @@ class SPAGArguments(MethodArguments):
 
     @cached_property
     def run_settings(self) -> dict:
-        """Everything that changes the results, as `utils.stage` compares it between two starts.
+        """Everything that changes the results, as `stage` compares it between two starts.
 
         `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
         change between two starts if their product stays, the micro-batch only under --loss_normalization step or SFT.
@@ -190,10 +195,10 @@ class SPAGArguments(MethodArguments):
             settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
             if paths := getattr(self, name):
-                settings[name] = utils.rows_setting(*paths)
+                settings[name] = rows_setting(*paths)
         for name in ("model_name_or_path", REFERENCE_NAME):
             if model := getattr(self, name):
-                settings[name] = utils.model_setting(model)
+                settings[name] = model_setting(model)
         return settings
 
     @cached_property
@@ -203,7 +208,7 @@ class SPAGArguments(MethodArguments):
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
         if not self.use_cpu and torch.cuda.is_available():
-            utils.check_gpus(torch.cuda.device_count())  # else NCCL or CUDA would end each process with a traceback
+            check_gpus(torch.cuda.device_count())  # else NCCL or CUDA would end each process with a traceback
         device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)  # one process uses one GPU; torchrun starts one for each
         if self.deepspeed and self.use_cpu:
@@ -232,7 +237,7 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
             setattr(args, name, default)
     # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
     if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
-        raise utils.UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
+        raise UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
 
 
 def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> None:
@@ -241,13 +246,13 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
     for name in sorted(unused):
         if getattr(args, name):
             what = "without --lora_rank" if name in LORA_ARGUMENTS else f"by {args.train_method}"
-            raise utils.UserError(f"--{name} is not used {what}")
+            raise UserError(f"--{name} is not used {what}")
     model = args.model_name_or_path
     reference = args.ref_model_name_or_path
     if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
-        raise utils.UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
+        raise UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
     if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
-        raise utils.UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
+        raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
 def _check_steps(args: SPAGArguments | Namespace) -> None:
@@ -256,37 +261,37 @@ def _check_steps(args: SPAGArguments | Namespace) -> None:
     if args.max_steps < 0:  # then the epochs count
         has_steps = args.num_train_epochs > 0
     if not has_steps:
-        raise utils.UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
+        raise UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
     if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
         remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
-        raise utils.UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
+        raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
 
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for seeds out of range, flags that files or processes overrule, and missing packages."""
     # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
-        raise utils.UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
-    with utils.user_errors(f"--seed {args.seed}", ValueError):
+        raise UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
+    with user_errors(f"--seed {args.seed}", ValueError):
         np.random.RandomState(args.seed)
-    with utils.user_errors(f"--data_seed {args.data_seed}", ValueError):
+    with user_errors(f"--data_seed {args.data_seed}", ValueError):
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args)
     if args.lora_rank == 0:
-        raise utils.UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
-    if args.train_sampling_strategy == "group_by_length" and utils.world_size() > 1:
+        raise UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
+    if args.train_sampling_strategy == "group_by_length" and world_size() > 1:
         # Each process shuffles by its own random state, which dropout moves: two of them saw 78 of 93 rows.
-        raise utils.UserError(
+        raise UserError(
             "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
             "batch_rebalance groups rows by length too"
         )
     if args.eval_on_start and not args.eval_data_path:
-        raise utils.UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
+        raise UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
         if wanted:
-            utils.require(package.replace("-", "_"), package)
+            require(package.replace("-", "_"), package)
 
 
 def _check_precision(args: SPAGArguments) -> None:
@@ -295,7 +300,7 @@ def _check_precision(args: SPAGArguments) -> None:
     asked = os.environ.get(PRECISION_VARIABLE, "no")
     if asked not in ("no", precision):
         remedy = f"give --{asked} True, or " if asked in ("bf16", "fp16") else ""
-        raise utils.UserError(
+        raise UserError(
             f"{PRECISION_VARIABLE} is {asked}, which the flags do not say: {remedy}start without accelerate's "
             "mixed precision (accelerate launch --mixed_precision no)"
         )
@@ -308,25 +313,25 @@ def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
     (`_check_deepspeed_numbers`). The content of the file is in no record, so a start does not notice a change of it.
     """
     path = args.deepspeed
-    config = utils.read_json(path)
+    config = read_json(path)
     if "scheduler" in config:
-        raise utils.UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")
+        raise UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")
     if "optimizer" in config and (args.optim != DEFAULT_OPTIMIZER or args.optim_args):
         remedy = "leave these flags out, or take another file, such as configs/zero3.json"
-        raise utils.UserError(f"{path}: 'optimizer' would overrule --optim and --optim_args; {remedy}")
+        raise UserError(f"{path}: 'optimizer' would overrule --optim and --optim_args; {remedy}")
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
-        raise utils.UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
+        raise UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
     optimizer = config.get("optimizer", {}).get("type", "AdamW")
     if zero.get("stage") and optimizer.lower() not in ZERO_OPTIMIZERS and not config.get(UNTESTED):
-        raise utils.UserError(f"{path}: ZeRO does not know the optimizer {optimizer}; {UNTESTED!r} true tries it")
+        raise UserError(f"{path}: ZeRO does not know the optimizer {optimizer}; {UNTESTED!r} true tries it")
 
 
 def _check_deepspeed_numbers(args: SPAGArguments) -> None:
     """Raise UserError for numbers in the DeepSpeed file that differ from the flags, as transformers found them."""
     if args.deepspeed and (different := args.hf_deepspeed_config.mismatches):
         lines = "; ".join(line.strip(" -") for line in different)
-        raise utils.UserError(f"{args.deepspeed}: {lines}; write \"auto\" there, which takes the flags' values")
+        raise UserError(f'{args.deepspeed}: {lines}; write "auto" there, which takes the flags\' values')
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
@@ -340,10 +345,10 @@ class Parser(HfArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         booleans = [action for action in self._actions if action.type is string_to_bool]
         names = [name for action in booleans for name in action.option_strings]
-        return super().parse_known_args(utils.with_values(sys.argv[1:] if args is None else args, names), namespace)
+        return super().parse_known_args(with_values(sys.argv[1:] if args is None else args, names), namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise utils.UserError(f"{message} (--help lists the flags)")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):

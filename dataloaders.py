@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-import utils
-from utils import StrPath, UserError, user_errors
+from tools.common.errors import UserError, user_errors
+from tools.common.files import StrPath, read_records
+from tools.common.models import chat_text, check_token, whole_characters
+from tools.common.ranks import on_each_machine, warn_on_rank_0
+from tools.common.rowformats import read_row
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
@@ -59,11 +62,11 @@ class TextRow(NamedTuple):
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
-    """Read a raw record, as `utils.read_row` does; a conversation becomes texts in the tokenizer's chat template.
+    """Read a raw record, as `read_row` does; a conversation becomes texts in the tokenizer's chat template.
 
     The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
     """
-    row = utils.read_row(record)
+    row = read_row(record)
     if "messages" in row:
         row |= messages_to_row(row["messages"], tokenizer, row["tools"])
     weight = row.get("weight", 1.0)
@@ -74,8 +77,8 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
         if weight < 0:
             raise UserError(f"weight {weight} is below 0; a row to avoid has a negative reward, under OfflinePO")
     return TextRow(
-        query=utils.whole_characters(row["query"]),
-        target=utils.whole_characters(row["target"]),
+        query=whole_characters(row["query"]),
+        target=whole_characters(row["target"]),
         weight=float(weight),
         reward=None if reward is None else float(reward),
         type=row.get("type"),
@@ -84,7 +87,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
 
 
 def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> dict:
-    """Turn a conversation, as `utils.read_row` gives it, into an SFT row: the last reply is the target.
+    """Turn a conversation, as `read_row` gives it, into an SFT row: the last reply is the target.
 
     A row has one target, so earlier replies belong to the query and are not learned. A reply with "weight": 0 is not
     to be learned (OpenAI's format), so the one before it is the target. `tools` are what the conversation may call;
@@ -97,7 +100,7 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, to
     before = messages[: replies[-1]]
     reply = messages[replies[-1]]
     # With thinking, the template might open a thought in the query, which the reply would not continue.
-    render = partial(utils.chat_text, tokenizer, tools=tools, enable_thinking=False)
+    render = partial(chat_text, tokenizer, tools=tools, enable_thinking=False)
     refusal = "the tokenizer's chat template does not take these messages"
     with user_errors(refusal, ValueError, TypeError, TemplateError):
         query = render(before, add_generation_prompt=True)
@@ -200,7 +203,7 @@ def load_rows(
     batches = encoded_batches(paths, tokenizer, vocab_size, check, first_index)
     if file is None:
         return concatenate_datasets([Dataset.from_dict(batch, features=COLUMNS) for batch in batches])
-    utils.on_each_machine(lambda: write_arrow(file, batches))
+    on_each_machine(lambda: write_arrow(file, batches))
     return Dataset.from_file(str(file))
 
 
@@ -229,7 +232,7 @@ def encoded_batches(
     eos = tokenizer.eos_token
     count = Counter()
     for path in paths:
-        rows = utils.read_records(path, read)
+        rows = read_records(path, read)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             chunk = rows[start : start + ROWS_AT_ONCE]
             encoded = encode(chunk, tokenizer)
@@ -250,13 +253,13 @@ def encoded_batches(
     logger.info("%s: %d rows, %d of them SFT", files, count["rows"], count["sft"])
     if count["cut"]:
         lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
-        utils.warn_on_rank_0(
+        warn_on_rank_0(
             "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length keeps them whole",
             *(files, count["cut"], count["rows"], limit, lost),
         )
     if count["eos"]:
         line = "%d targets end in the text of %s, which training adds to every target"
-        utils.warn_on_rank_0(line, count["eos"], eos)
+        warn_on_rank_0(line, count["eos"], eos)
 
 
 def check_encoded(row: Mapping, tokenizer: PreTrainedTokenizerBase, vocab_size: float) -> None:
@@ -265,7 +268,7 @@ def check_encoded(row: Mapping, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     if (row["labels"][1:] == IGNORE_INDEX).all():
         remedy = "use --truncation_side left or a larger --max_length"
         raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
-    utils.check_token(row["input_ids"].max(), tokenizer, vocab_size)
+    check_token(row["input_ids"].max(), tokenizer, vocab_size)
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:

@@ -5,7 +5,7 @@
 
 Learning rate, schedule, epochs and batch are the Trainer's unless they are set; README.md has the paper's.
 Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so. Other
-settings are refused: utils.stage compares `run_settings` (arguments.py) with those in OUTPUT_DIR/settings.json.
+settings are refused: stage compares `run_settings` (arguments.py) with those in OUTPUT_DIR/settings.json.
 """
 
 import logging
@@ -23,16 +23,25 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
-import utils
 from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
 from dataloaders import SPAGCollator, TextRow, column, load_rows
+from tools.common.checkpoints import last_checkpoint
+from tools.common.errors import UserError, user_errors
+from tools.common.models import (
+    Positions,
+    freeze_all_but_text,
+    from_folder,
+    load_for_training,
+    load_tokenizer,
+    make_weights_readable,
+)
+from tools.common.programs import run_program
+from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
+from tools.common.records import stage
 from trainers import (
     REFERENCE_FILE,
     TRAIN_METHODS,
     SPAGTrainer,
-    freeze_all_but_text,
-    last_checkpoint,
-    load_model,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,13 +57,13 @@ RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
 
 def main() -> None:
-    """Train, or end with one line (`utils.run_program`).
+    """Train, or end with one line (`run_program`).
 
     A stop writes no checkpoint: the next start repeats the steps since the last one, which --save_strategy and
     --save_steps place. With --save_strategy no it repeats all.
     """
     kept = "complete checkpoints are kept, and the same command continues from the last one"
-    utils.run_program(train, ranks=True, kept=kept)
+    run_program(train, ranks=True, kept=kept)
     leave()
 
 
@@ -62,9 +71,9 @@ def train() -> None:
     """Do what the command line says, unless an earlier start has finished it."""
     args = parse_arguments()
     trainer = None
-    with utils.stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
+    with stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
         if work.todo:
-            args.resume_from_checkpoint = utils.on_rank_0(lambda: last_checkpoint(args))
+            args.resume_from_checkpoint = on_rank_0(lambda: last_checkpoint(args))
             with scratch(args):
                 trainer = set_up(args)
                 run(trainer)
@@ -77,13 +86,13 @@ def train() -> None:
 def scratch(args: SPAGArguments) -> Iterator[None]:
     """Delete this machine's folder of encoded rows, which a killed start may have left, before and after the block."""
     folder = scratch_folder(args)
-    utils.on_each_machine(lambda: shutil.rmtree(folder, ignore_errors=True))
+    on_each_machine(lambda: shutil.rmtree(folder, ignore_errors=True))
     try:
         yield
     finally:
-        if utils.is_first_of_machine():
+        if is_first_of_machine():
             shutil.rmtree(folder, ignore_errors=True)
-        if utils.rank() == 0:
+        if rank() == 0:
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
@@ -102,17 +111,17 @@ def run(trainer: SPAGTrainer) -> None:
     trainer.check_finite()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
-    utils.on_rank_0(lambda: make_saved_weights_readable(args.output_dir))
+    on_rank_0(lambda: make_saved_weights_readable(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
     trainer.create_model_card()
     if args.lora_merge:
-        utils.on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
+        on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
     if trainer.is_world_process_zero():
         Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
-    # The last file, and the first of RESULT_FILES: `utils.stage` takes no training for finished that lacks it. What
+    # The last file, and the first of RESULT_FILES: `stage` takes no training for finished that lacks it. What
     # else a training shall leave is written above.
     trainer.save_metrics("train", result.metrics)
 
@@ -120,11 +129,11 @@ def run(trainer: SPAGTrainer) -> None:
 def make_saved_weights_readable(folder: str) -> None:
     """Let others read the weights of the model or the adapters. UserError if none were saved."""
     if not any(Path(folder).glob("*.safetensors")):
-        raise utils.UserError(
+        raise UserError(
             f"{folder}: no *.safetensors was saved, so this training does not count as finished; if DeepSpeed "
             "left zero_to_fp32.py there, that script makes the weights"
         )
-    utils.make_weights_readable(folder)
+    make_weights_readable(folder)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
@@ -137,7 +146,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     # The first weights of adapters are drawn. Dropout and the order of rows follow this seed too; --data_seed replaces
     # it for the order.
     set_seed(args.seed)
-    tokenizer = utils.load_tokenizer(
+    tokenizer = load_tokenizer(
         args.model_name_or_path,
         trust_remote_code=args.trust_remote_code,
         model_max_length=args.max_length,
@@ -150,12 +159,12 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     eval_rows = None
     if args.eval_data_path:
         eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
-    model = load_model(args.model_name_or_path, args)
+    model = load_for_training(args.model_name_or_path, args)
     check_positions(model, args.train_data_path, train_rows)
     if eval_rows:
         check_positions(model, args.eval_data_path, eval_rows)
     # Saved beside the model, with the maximum length and the sides that it came with.
-    saved_tokenizer = utils.load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
         saved_tokenizer.pad_token = None  # the Trainer copies it to the model's configuration, which could not be read
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
@@ -191,7 +200,7 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     files = ", ".join(paths)
     if types:
         line = "%s: rows of these types are trained as rows of games: %s"
-        utils.warn_on_rank_0(line, files, ", ".join(sorted(types)))
+        warn_on_rank_0(line, files, ", ".join(sorted(types)))
     return rows if method.reads_weights else leave_out_weight_0(rows, files, args.train_method)
 
 
@@ -212,9 +221,9 @@ def check_game_row(row: TextRow) -> None:
     methods use no reward, so a row of theirs needs none; `encode` in dataloaders.py gives it 1.0.
     """
     if str(row.type).strip().lower() == "sft":
-        raise utils.UserError(f"'type' is {row.type!r}; an SFT row has \"type\": \"sft\"")
+        raise UserError(f'\'type\' is {row.type!r}; an SFT row has "type": "sft"')
     if row.reward is None:
-        raise utils.UserError("no 'reward'; under OfflinePO a row has the reward of a game, or \"type\": \"sft\"")
+        raise UserError('no \'reward\'; under OfflinePO a row has the reward of a game, or "type": "sft"')
 
 
 def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
@@ -228,10 +237,10 @@ def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
         return rows
     kept = np.flatnonzero(weights)
     if not kept.size:
-        raise utils.UserError(f"{files}: all rows have weight 0")
+        raise UserError(f"{files}: all rows have weight 0")
     line = "%s: %s uses no weights, but %d rows have one other than 1: those of weight 0 (%d rows) are left out, and "
     line += "the others count as 1; --train_method SFTwithKL uses weights"
-    utils.warn_on_rank_0(line, files, train_method, (weights != 1).sum(), len(rows) - kept.size)
+    warn_on_rank_0(line, files, train_method, (weights != 1).sum(), len(rows) - kept.size)
     return rows.select(kept)
 
 
@@ -244,12 +253,12 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     files = ", ".join(args.train_data_path)
     batch = args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
-        raise utils.UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
+        raise UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
     is_sft = column(rows, "is_sft")
     rewards = column(rows, "reward")
     if learns_from_games and is_sft.all() and not args.allow_no_game_rows:
-        raise utils.UserError(
+        raise UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
@@ -262,16 +271,16 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     if imitated:
         kind = "SFT rows" if learns_from_games else "rows"
         why = f"{args.train_method} would imitate them as if they were good; OfflinePO learns to avoid rows of games"
-        raise utils.UserError(f"{files}: {imitated} {kind} have negative rewards. {why}; {remedy}")
+        raise UserError(f"{files}: {imitated} {kind} have negative rewards. {why}; {remedy}")
     if avoided and not args.detach_kl:
         why = "Without --detach_kl True their log-ratio runs away and replies degenerate"
-        raise utils.UserError(f"{files}: {avoided} rows have negative rewards. {why}; {remedy}")
+        raise UserError(f"{files}: {avoided} rows have negative rewards. {why}; {remedy}")
 
 
 def check_positions(model: PreTrainedModel, paths: list[str], rows: Dataset) -> None:
     """Raise UserError for rows that are longer than the model's table of positions; warn where it has none."""
     longest = int(column(rows, "length").max())
-    utils.Positions(model).check(f"{', '.join(paths)}: the longest row", longest)
+    Positions(model).check(f"{', '.join(paths)}: the longest row", longest)
 
 
 def vocabulary_size(args: SPAGArguments) -> int:
@@ -281,13 +290,13 @@ def vocabulary_size(args: SPAGArguments) -> int:
     """
 
     def size_of(name: str) -> int:
-        config = utils.from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+        config = from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
         return config.get_text_config().vocab_size
 
     model = size_of(args.model_name_or_path)
     reference = size_of(args.ref_model_name_or_path) if args.ref_model_name_or_path else model
     if model != reference:
-        raise utils.UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
+        raise UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
     return model
 
 
@@ -302,9 +311,9 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     layers = [name for name, _ in model.named_modules()]
     missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in layers)]
     if targets != ALL_LINEAR and missing:  # peft would go on with those that are there
-        raise utils.UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
+        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
     left_out = NEVER_ADAPTED.get(model.config.model_type) if targets == ALL_LINEAR else None
-    with utils.user_errors("--lora flags", ValueError, TypeError):
+    with user_errors("--lora flags", ValueError, TypeError):
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=args.lora_rank,
@@ -339,7 +348,7 @@ def check_tied_weights(adapted) -> None:
     both = module.get_input_embeddings(), module.get_output_embeddings()
     is_adapted = any(isinstance(layer, BaseTunerLayer) for layer in both)
     if is_adapted and module.config.get_text_config().tie_word_embeddings:
-        raise utils.UserError(
+        raise UserError(
             "--lora_target_modules: the embeddings of this model are tied to its output layer; leave both out"
         )
 
@@ -357,14 +366,14 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
     args = trainer.args
     folder = Path(args.output_dir, "merged")
-    adapted = PeftModel.from_pretrained(load_model(args.model_name_or_path, args), args.output_dir)
+    adapted = PeftModel.from_pretrained(load_for_training(args.model_name_or_path, args), args.output_dir)
     adapted.merge_and_unload().save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
     card = ModelCard.load(Path(args.output_dir, "README.md"))
     card.data.library_name = "transformers"
     card.data.tags = ["spag", args.train_method]
     card.save(folder / "README.md")
-    utils.make_weights_readable(folder)
+    make_weights_readable(folder)
 
 
 def summary(trainer: SPAGTrainer) -> str:

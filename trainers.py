@@ -13,7 +13,6 @@ import contextlib
 import gc
 import logging
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +30,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-import utils
 from dataloaders import IGNORE_INDEX, column, scored_positions
+from tools.common.checkpoints import COMPLETE, delete_checkpoint, old_checkpoints
+from tools.common.errors import UserError, user_errors
+from tools.common.files import read_json, replacing, write_json
+from tools.common.models import load_for_training, make_weights_readable, public_name
+from tools.common.ranks import on_rank_0, rank
+from tools.common.records import rows_record
 
 if TYPE_CHECKING:  # arguments.py imports this module: its flags are those of the methods
     from arguments import SPAGArguments
@@ -49,7 +53,6 @@ CITATION = """
 }
 ```
 """
-COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that read the reference
 REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
 logger = logging.getLogger(__name__)
@@ -334,119 +337,11 @@ class MetricSums:
         return logs
 
 
-def load_model(name: str, args: "SPAGArguments") -> PreTrainedModel:
-    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains.
-
-    Policy, reference, and the base of `merge_lora` in train.py are all loaded here. To load weights in another form,
-    such as 4 bits for QLoRA, change it here, and also `choose_deepspeed` in tools/loop/machine.py, which counts bytes.
-    `merge_lora` must still load them in full, because play and the next epoch load the model that it writes.
-    """
-    model = utils.load_model(
-        name,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.weights_dtype,
-        attn_implementation=args.attn_implementation,
-    )
-    if model.generation_config is not None:
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
-            model.generation_config.do_sample = True
-    restore_rope(model)
-    freeze_all_but_text(model)
-    return model
-
-
-def restore_rope(model: PreTrainedModel) -> None:
-    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
-    # This function goes when requirements.txt asks for transformers 5.23.
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__:
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.float())
-            model._init_weights(module)
-
-
-def freeze_all_but_text(model: PreTrainedModel) -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains.
-
-    To freeze more, such as embeddings or the first layers, call `requires_grad_(False)` in `load_model`, behind this.
-    A flag for it is a field of SPAGArguments and a name in COMPARED (both in arguments.py).
-    """
-    if model.config.get_text_config() is model.config:
-        return
-    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
-    text = {id(weights) for part in parts for weights in part.parameters()}
-    for weights in model.parameters():
-        weights.requires_grad_(weights.requires_grad and id(weights) in text)
-
-
-def checkpoints_of(folder: Path) -> list[Path]:
-    """The folders checkpoint-N, by N. A copy such as checkpoint-100-backup is none."""
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def last_checkpoint(args: "SPAGArguments") -> str | None:
-    """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
-
-    With --resume_from_checkpoint False there must be no checkpoints: they would mix with those of the new run.
-    """
-    checkpoints = checkpoints_of(Path(args.output_dir))
-    if checkpoints and str(args.resume_from_checkpoint).lower() == "false":
-        raise utils.UserError(
-            f"--resume_from_checkpoint False: {args.output_dir} holds checkpoints; leave the flag out to continue, or "
-            f"delete there: {' '.join(path.name for path in checkpoints)}"
-        )
-    state = "optimizer*"
-    if args.deepspeed:
-        kind = "zero_pp" if is_deepspeed_zero3_enabled() else "mp"
-        state = f"global_step*/{kind}_rank_*_model_states.pt"
-    complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
-    with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
-    if complete and not with_state:
-        raise utils.UserError(
-            f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
-            "--deepspeed that made them, or delete them"
-        )
-    last = with_state[-1] if with_state else None
-    processes = len(list(Path(last).glob("global_step*/*zero_pp_rank_*_optim_states.pt"))) if last else 0
-    if args.deepspeed and processes not in (0, args.world_size):  # ZeRO: a part of the optimizer for each process
-        raise utils.UserError(
-            f"{last}: made by {processes} processes, which ZeRO cannot continue with {args.world_size}; start with "
-            f"{processes} processes, or delete the checkpoints"
-        )
-    return last
-
-
-def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The checkpoints to delete: incomplete ones, and the first of those beyond --save_total_limit.
-
-    Neither the last nor the best one is among them. Incomplete ones are of a killed launch, and do not count.
-    """
-    checkpoints = checkpoints_of(folder)
-    complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
-    incomplete = [checkpoint for checkpoint in checkpoints if checkpoint not in complete]
-    if not limit or limit < 0:
-        return incomplete
-    kept = {complete[-1], *(checkpoint for checkpoint in complete if best and checkpoint.name == Path(best).name)}
-    surplus = len(complete) - max(limit, len(kept))
-    return incomplete + [checkpoint for checkpoint in complete if checkpoint not in kept][: max(surplus, 0)]
-
-
-def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint. One that cannot be deleted, as NFS keeps files that are open elsewhere, is a warning."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning("%s: this old checkpoint cannot be deleted (%s); training goes on", folder, error)
-
-
 def games_of(paths: list[str]) -> list[str]:
     """The games of which files of rows were made, and how many, as far as assign_rewards' records beside them tell."""
     games = []
-    for record in map(utils.rows_record, paths):
-        match utils.read_json(record) if record.is_file() else None:
+    for record in map(rows_record, paths):
+        match read_json(record) if record.is_file() else None:
             case {"games": {"episodes": int(number)}, "settings": {"game": {"name": str(game)}}}:
                 games.append(f"{number:,} of {game}")
     return games
@@ -514,7 +409,7 @@ class SPAGTrainer(Trainer):
         return defaults
 
     def __init__(self, *, args: "SPAGArguments", **kwargs):
-        with utils.user_errors("the Trainer", ValueError, ImportError):
+        with user_errors("the Trainer", ValueError, ImportError):
             super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
@@ -543,7 +438,7 @@ class SPAGTrainer(Trainer):
         """Raise UserError if the only step is one of warm-up, whose learning rate is 0: the model would not change."""
         only_step = self.state.max_steps == 1 and not self.state.global_step
         if only_step and self.args.learning_rate > 0 and not self._get_learning_rate():
-            raise utils.UserError(
+            raise UserError(
                 f"the learning rate is 0 at every step: {len(self.train_dataset)} rows make one step, and warm-up "
                 "takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
@@ -595,7 +490,7 @@ class SPAGTrainer(Trainer):
         Learning rates by group of weights, or an optimizer of your own, would be made here. DeepSpeed does not call
         this if its file has an `optimizer`, as configs/default_offload_opt_param.json has.
         """
-        with utils.user_errors("--optim", ValueError, ImportError):
+        with user_errors("--optim", ValueError, ImportError):
             return super().create_optimizer(*args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -627,20 +522,20 @@ class SPAGTrainer(Trainer):
         moves in training, its numbers must be computed and stored again: this runs before the first step.
 
         The stored numbers belong to the rows and the reference of this start: `run_settings` has digests of both, and
-        `utils.stage` refuses a start that differs. A start without a complete checkpoint computes them anew.
+        `stage` refuses a start that differs. A start without a complete checkpoint computes them anew.
         """
         path = Path(self.args.output_dir, REFERENCE_FILE)
         in_training = len(self.train_dataset)
         todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
-        if self.args.resume_from_checkpoint and utils.on_rank_0(path.is_file):
+        if self.args.resume_from_checkpoint and on_rank_0(path.is_file):
             self.ref_logprobs[:in_training] = torch.from_numpy(np.load(path))
             todo.remove(self.train_dataset)
         if compared := [dataset for dataset in todo if len(self._compared(dataset))]:
             with self._reference_model() as (model, module):
                 for dataset in compared:
                     self._reference_pass(dataset, model, module)
-        if todo and utils.rank() == 0:
-            with utils.replacing(path) as file:
+        if todo and rank() == 0:
+            with replacing(path) as file:
                 np.save(file, self.ref_logprobs[:in_training].cpu().numpy())
 
     def _compared(self, dataset: Dataset) -> np.ndarray:
@@ -693,7 +588,7 @@ class SPAGTrainer(Trainer):
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
-        model = load_model(self.args.ref_model_name_or_path, self.args).requires_grad_(False).eval()
+        model = load_for_training(self.args.ref_model_name_or_path, self.args).requires_grad_(False).eval()
         if not is_deepspeed_zero3_enabled():
             return model.to(self.args.device)
         import deepspeed
@@ -720,7 +615,7 @@ class SPAGTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # ranks write into one folder
         if self.args.should_save:
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
-            utils.make_weights_readable(checkpoint)
+            make_weights_readable(checkpoint)
             (checkpoint / COMPLETE).touch()
             for old in old_checkpoints(folder, limit, self.state.best_model_checkpoint):
                 delete_checkpoint(old)
@@ -733,15 +628,15 @@ class SPAGTrainer(Trainer):
         """
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
-            raise utils.UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
+            raise UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
 
     def _save(self, output_dir=None, state_dict=None):
         """The Trainer's. Adapters then name their base model as the user did, not by a folder of this machine."""
         super()._save(output_dir, state_dict)
         path = Path(output_dir or self.args.output_dir, "adapter_config.json")
         if path.is_file():
-            base = utils.public_name(self.args.model_name_or_path)
-            utils.write_json(path, utils.read_json(path) | {"base_model_name_or_path": base})
+            base = public_name(self.args.model_name_or_path)
+            write_json(path, read_json(path) | {"base_model_name_or_path": base})
 
     def create_model_card(self, **_) -> None:
         """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know in the place of its guesses.
@@ -750,7 +645,7 @@ class SPAGTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        base = utils.public_name(self.args.model_name_or_path)
+        base = public_name(self.args.model_name_or_path)
         is_on_hub = not Path(self.args.model_name_or_path).is_dir()  # else the hub's model of this name is another one
         super().create_model_card(finetuned_from=base if is_on_hub else None, dataset=self.args.train_data_path)
         path = Path(self.args.output_dir, "README.md")
@@ -772,15 +667,15 @@ class SPAGTrainer(Trainer):
         is_sft = column(self.train_dataset, "is_sft")
         values = [f"{name} {getattr(args, name)}" for name in self.flags]
         reference = args.ref_model_name_or_path if self.reads_reference else None
-        files = [f"`{utils.public_name(name)}`" for name in args.train_data_path]
+        files = [f"`{public_name(name)}`" for name in args.train_data_path]
         rows = f"{len(is_sft):,} rows"
         if self.learns_from_games:
             rows = f"{(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows"
         lines = {
-            "Base model": f"`{utils.public_name(args.model_name_or_path)}`",
+            "Base model": f"`{public_name(args.model_name_or_path)}`",
             "Method": f"{args.train_method} ({', '.join(values)})" if values else args.train_method,
             "Adapters": f"LoRA of rank {args.lora_rank}" if args.lora_rank else None,
-            "Reference model": f"`{utils.public_name(reference)}`" if reference else None,
+            "Reference model": f"`{public_name(reference)}`" if reference else None,
             "Data": f"{', '.join(files)}: {rows}",
             "Games": ", ".join(games_of(args.train_data_path)) or None,
         }

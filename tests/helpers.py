@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import psutil
 
-import utils
+from tools.common.files import read_json, write_json, write_records
+from tools.common.models import model_folder
+from tools.common.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -49,7 +51,7 @@ def write_place(folder: Path, words: list[str]) -> Path:
     (folder / "words.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     rules = [f"Rule {number}: {{max_turns}} turns.\n" for number in range(8)]
     told = {"attacker_instruction": "Hide `{target_word}`.", "defender_instruction": "Guess."}
-    utils.write_json(folder / "prompts.json", {"rules": rules} | told)
+    write_json(folder / "prompts.json", {"rules": rules} | told)
     return folder
 
 
@@ -63,14 +65,14 @@ def play_flags(place: Path, model: str | os.PathLike, output: Path, **changes) -
 
 def write_rows(path: Path, rows: list) -> str:
     """Write rows, a line each if the path ends in .jsonl; return the path."""
-    utils.write_records(path, rows)
+    write_records(path, rows)
     return str(path)
 
 
 def copy_model(model: str | os.PathLike, folder: Path, **config) -> Path:
     """Copy a model's folder, with these values in its configuration; return the copy."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    utils.write_json(folder / "config.json", utils.read_json(folder / "config.json") | config)
+    write_json(folder / "config.json", read_json(folder / "config.json") | config)
     return folder
 
 
@@ -89,7 +91,7 @@ def call(main: Callable[[], object], *words, status: int = 0) -> Called:
     with as_a_process(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         sys.argv = [main.__module__, *map(str, words)]
         try:
-            utils.run_program(main)
+            run_program(main)
         except SystemExit as ended:
             ended_with = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     assert ended_with == status, f"ended with {ended_with}: {errors.getvalue()[-3000:]}"
@@ -117,7 +119,7 @@ def as_a_process() -> Iterator[None]:
 
 def reset_process() -> None:
     """Free the models that played. If a Trainer was made, reset accelerate and transformers and free its models."""
-    utils.model_folder.cache_clear()
+    model_folder.cache_clear()
     if (make := sys.modules.get("tools.players.make")) and make._loaded:
         make.drop_models()
     state = sys.modules.get("accelerate.state")

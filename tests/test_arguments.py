@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-import utils
 from arguments import SPAGArguments, build_parser, parse_arguments
+from tools.common.errors import UserError
+from tools.common.files import write_json
+from tools.common.records import differences
 from trainers import TRAIN_METHODS
-from utils import differences
 
 README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
 TRAINING = [line.partition(" train.py ")[2] for line in README.splitlines() if line.startswith("torchrun ")]
@@ -105,12 +106,12 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
     ],
 )
 def test_what_would_train_something_else_is_an_error(given, method, flags, message, tmp_path):
-    utils.write_json(tmp_path / "own.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}})
-    utils.write_json(tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}})
-    utils.write_json(tmp_path / "adam.json", {"optimizer": {"type": "AdamW"}})
-    utils.write_json(tmp_path / "sgd.json", {"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}})
+    write_json(tmp_path / "own.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}})
+    write_json(tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}})
+    write_json(tmp_path / "adam.json", {"optimizer": {"type": "AdamW"}})
+    write_json(tmp_path / "sgd.json", {"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}})
     words = given(re.sub(r"\w+\.json", lambda name: str(tmp_path / name[0]), flags))
-    with pytest.raises(utils.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         parse_arguments(minimal(given, *words, method=method))
 
 
@@ -118,7 +119,7 @@ def test_rows_grouped_by_length_are_refused_with_several_processes_which_would_n
     words = minimal(given, "--train_sampling_strategy", "group_by_length")
     assert parse_arguments(words).train_sampling_strategy == "group_by_length"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(utils.UserError, match="--train_sampling_strategy group_by_length: .* batch_rebalance"):
+    with pytest.raises(UserError, match="--train_sampling_strategy group_by_length: .* batch_rebalance"):
         parse_arguments(words)
 
 
@@ -129,7 +130,7 @@ def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, m
         ("fp8", [], "--mixed_precision no"),
     ):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
-        with pytest.raises(utils.UserError, match=f"ACCELERATE_MIXED_PRECISION is {of_accelerate}.*{named}"):
+        with pytest.raises(UserError, match=f"ACCELERATE_MIXED_PRECISION is {of_accelerate}.*{named}"):
             parse_arguments(minimal(given, *flags))
     for of_accelerate, flags in (("no", []), ("no", ["--bf16", "True"]), ("bf16", ["--bf16", "True"])):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
@@ -138,7 +139,7 @@ def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, m
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(given, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(utils.UserError, match="peft is missing: pip install peft"):
+    with pytest.raises(UserError, match="peft is missing: pip install peft"):
         parse_arguments(minimal(given, "--lora_rank", "8"))
 
 

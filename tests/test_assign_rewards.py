@@ -9,13 +9,15 @@ from conftest import ROOT, load_golden
 from helpers import call, flags_of, write_rows
 from scripted import messages
 
-import utils
 from tools import assign_rewards as program
 from tools import spag
 from tools.assign_rewards import assign_rewards
+from tools.common.errors import UserError
+from tools.common.files import read_json_or_jsonl, write_records
+from tools.common.records import files_setting
+from tools.common.rowformats import alpaca_to_row
 from tools.games import prompts
 from tools.games.taboo import Taboo
-from utils import UserError, read_json_or_jsonl, write_records
 
 GAME, WORD = Taboo(), "apple"
 GUESS = f"I know the word! It is `{WORD}`!"
@@ -136,7 +138,7 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["game"]["options"]["match"] == "word"
     layout = {name: saved["settings"][name] for name in ("training_prompt", "chat_template", "prompt_templates")}
-    digest = utils.files_setting(tmp_path / "prompts.json")
+    digest = files_setting(tmp_path / "prompts.json")
     assert layout == {"training_prompt": "random", "chat_template": None, "prompt_templates": digest}
     outcomes = dict.fromkeys(("attacker wins", "defender wins", "attacker breaks the rules", "tied game"), 1)
     weights = {"attacker": 1.0, "defender": 1.0}
@@ -197,7 +199,7 @@ def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_
     for row, example in zip(rows[2 - len(documented) : 2], documented, strict=True):  # the last rows of the game
         assert row["query"].startswith(example["query"].removesuffix("..."))
         assert row == example | {"query": row["query"]}
-    texts = [("Q", "T"), ("P", "A"), (utils.alpaca_to_row(alpaca)["prompt"], "violon")]
+    texts = [("Q", "T"), ("P", "A"), (alpaca_to_row(alpaca)["prompt"], "violon")]
     texts = [{"query": query, "target": target} for query, target in texts]
     assert rows[2:] == [each | {"type": "sft", "weight": 1.0} for each in (*texts, messages)]
     assert "sft 4" in printed

@@ -13,9 +13,9 @@ from helpers import call, flags_of
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import utils
 from dataloaders import SPAGCollator, encode_example
 from tools import evaluate_belief as program
+from tools.common.files import read_json_or_jsonl, write_records
 from tools.engine.flags import EngineFlags
 from tools.engine.local import LocalModel, load_local_model
 from tools.engine.random_model import random_llama, train_tokenizer
@@ -44,7 +44,7 @@ def guess(word):
 
 
 def message_lines(folder) -> list[dict]:
-    return utils.read_json_or_jsonl(folder / "belief_messages.jsonl")
+    return read_json_or_jsonl(folder / "belief_messages.jsonl")
 
 
 GUESSED = episode("apple", "It grows on trees.", "Which?", "In pies too.", guess("apple"))
@@ -285,7 +285,7 @@ def test_means_by_number_of_hints_and_after_the_last_hint_by_hand():
 
 
 def test_the_program_writes_a_line_a_message_and_means_by_number_of_hints(tmp_path, tiny_model, other_model):
-    utils.write_records(tmp_path / "games.jsonl", [*GAMES, episode("kiwi", "Furry.") | {"split": "played"}])
+    write_records(tmp_path / "games.jsonl", [*GAMES, episode("kiwi", "Furry.") | {"split": "played"}])
     flags = {"models": [f"base={tiny_model}", f"epoch1={other_model}"], "games": tmp_path / "games.jsonl"}
     flags |= {"split": "held_out", "output_dir": tmp_path / "out", "game_options": "match=word"}
     printed = call(program.main, *flags_of(flags)).output
@@ -315,14 +315,14 @@ def test_the_program_writes_a_line_a_message_and_means_by_number_of_hints(tmp_pa
 
 
 def test_candidates_come_from_a_file_and_one_word_alone_is_refused(tmp_path, tiny_model):
-    utils.write_records(tmp_path / "games.jsonl", GAMES)
+    write_records(tmp_path / "games.jsonl", GAMES)
     (tmp_path / "words.txt").write_text("pear\nfig\ngoat\n")
     flags = {"models": f"m={tiny_model}", "games": tmp_path / "games.jsonl", "output_dir": tmp_path / "out"}
     call(program.main, *flags_of(flags | {"candidates": tmp_path / "words.txt"}))
     for line in message_lines(tmp_path / "out"):
         assert len(line["logprobs"]) == 3 and line["target_word"] in line["logprobs"]
         assert line["target_word"] != "pear" or line["logprobs"].keys() == {"pear", "fig", "goat"}
-    utils.write_records(tmp_path / "games.jsonl", GAMES[:1])
+    write_records(tmp_path / "games.jsonl", GAMES[:1])
     alone = flags_of(flags | {"output_dir": tmp_path / "alone"})
     assert "other candidates" in call(program.main, *alone, status=2).errors
 
@@ -332,7 +332,7 @@ def test_numbers_of_a_model_whose_logits_are_nan_are_null(tmp_path, tiny_model):
     model.lm_head.weight.data.fill_(math.nan)
     for part in (model, build_tokenizer()):
         part.save_pretrained(tmp_path / "model")
-    utils.write_records(tmp_path / "games.jsonl", GAMES[:2])
+    write_records(tmp_path / "games.jsonl", GAMES[:2])
     flags = {"models": f"m={tmp_path / 'model'}", "games": tmp_path / "games.jsonl", "output_dir": tmp_path / "out"}
     assert "| m | last | 2 | 2 | nan | 0.000 | nan |" in call(program.main, *flags_of(flags)).output
     assert "NaN" not in (tmp_path / "out" / "belief_messages.jsonl").read_text()

@@ -10,6 +10,10 @@ from scripted import messages
 
 from dataloaders import encode_example
 from tools import assign_rewards, controls, spag
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
+from tools.common.models import DAY
+from tools.common.records import files_setting
 from tools.engine.local import Codec
 from tools.games import prompts
 from tools.games.chat import EMPTY, ChatTemplate, chat_messages
@@ -17,7 +21,6 @@ from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
 from tools.selfplay.rows import read_sft_rows
-from utils import DAY, UserError, files_setting, read_json, read_json_or_jsonl, write_json, write_records
 
 SPECIAL = {  # the tokens of a family; the last one ends a reply
     "chatml": ["<|im_start|>", "<|im_end|>"],

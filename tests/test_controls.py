@@ -8,9 +8,9 @@ from conftest import build_tokenizer
 from helpers import call, flags_of
 
 from tools import controls
+from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
 from tools.controls import cloned
 from tools.games.chat import ChatTemplate
-from utils import read_json, read_json_or_jsonl, write_json, write_records
 
 SFT_ROWS = [{"query": f"q{number}", "target": f"t{number}", "type": "sft", "weight": 1.0} for number in range(3)]
 ROWS = [

@@ -16,8 +16,11 @@ from helpers import contents, write_rows
 from transformers import AutoTokenizer
 
 import dataloaders
-import utils
 from dataloaders import SPAGCollator, encode_example, load_rows
+from tools.common.errors import UserError
+from tools.common.files import data_folder
+from tools.common.models import DAY
+from tools.common.records import files_setting, rows_setting
 from tools.games.chat import ChatTemplate
 from tools.loop.inputs import check_sft_rows
 from tools.selfplay.rows import read_sft_rows
@@ -63,7 +66,7 @@ def test_rows_that_stopped_the_release_are_errors_here_but_for_null_which_is_abs
     if case["note"] == "weight None":
         assert encode_example(case["batch"][0], tokenizer)["weight"] == 1.0
         return
-    with pytest.raises((utils.UserError, TypeError), match="query|target|must be real number"):
+    with pytest.raises((UserError, TypeError), match="query|target|must be real number"):
         encode_example(case["batch"][0], tokenizer)
 
 
@@ -111,7 +114,7 @@ def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_t
     assert last_reply(chat_tokenizer, content=parts) == last_reply(chat_tokenizer, content="a b") == "a b<|im_end|>"
     assert last_reply(chat_tokenizer, content="") == "<|im_end|>"
     only_calls = {"content": None, "tool_calls": [{"function": {"name": "look"}}]}
-    with pytest.raises(utils.UserError, match="chat template leaves out"):
+    with pytest.raises(UserError, match="chat template leaves out"):
         last_reply(chat_tokenizer, **only_calls)
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     chat_tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content + '' }}" + calls)
@@ -136,7 +139,7 @@ def test_arguments_of_tool_calls_that_are_a_json_text_are_learned_as_an_object(c
     for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
         assert last_reply(chat_tokenizer, **call_with(arguments)) == target
     for arguments in ("city=Paris", '"{}"'):
-        with pytest.raises(utils.UserError, match="'arguments' .*JSON"):
+        with pytest.raises(UserError, match="'arguments' .*JSON"):
             last_reply(chat_tokenizer, **call_with(arguments))
 
 
@@ -147,10 +150,10 @@ def test_tools_of_a_row_stand_in_its_prompt_and_a_template_that_leaves_them_out_
     chat_tokenizer.chat_template = load_chat_template("tools")
     texts = [chat_tokenizer.decode(encode_example(row, chat_tokenizer)["input_ids"]) for row in rows]
     assert texts[0] == texts[1] and "Tells the weather" in texts[0] and "Tells the weather" not in texts[2]
-    with pytest.raises(utils.UserError, match="'tools' must be a list"):
+    with pytest.raises(UserError, match="'tools' must be a list"):
         encode_example(row | {"tools": "{}"}, chat_tokenizer)
     chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("if tools", "if false")
-    with pytest.raises(utils.UserError, match="chat template leaves out the 'tools'"):
+    with pytest.raises(UserError, match="chat template leaves out the 'tools'"):
         encode_example(row, chat_tokenizer)
 
 
@@ -161,27 +164,27 @@ def test_a_reply_of_weight_0_is_not_learned(chat_tokenizer):
         return chat_tokenizer.decode(target_of(encode_example({"messages": talk}, chat_tokenizer)))
 
     assert of_weights(1, 0) == "assistant 1<|im_end|>" and of_weights(0, None) == "assistant 3<|im_end|>"
-    with pytest.raises(utils.UserError, match="no assistant message .*weight"):
+    with pytest.raises(UserError, match="no assistant message .*weight"):
         of_weights(0, 0.0)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 + 'a' }}"])
 def test_messages_that_the_template_does_not_take_are_refused(chat_tokenizer, template):
     chat_tokenizer.chat_template = template
-    with pytest.raises(utils.UserError, match="template does not take these messages: (never|unsupported)"):
+    with pytest.raises(UserError, match="template does not take these messages: (never|unsupported)"):
         last_reply(chat_tokenizer)
 
 
 def test_a_template_that_tells_the_date_is_told_a_fixed_one(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ strftime_now('%Y') }} {{ date_string }}" + CHATML
     encoded = encode_example({"messages": TALK}, chat_tokenizer)
-    assert chat_tokenizer.decode(encoded["input_ids"]).startswith(f"{utils.DAY} {utils.DAY}<|im_start|>")
+    assert chat_tokenizer.decode(encoded["input_ids"]).startswith(f"{DAY} {DAY}<|im_start|>")
 
 
 def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
     row = {"query": "q", "target": "t<|im_end|>", "chat_template": True}
     assert target_of(encode_example(row, chat_tokenizer))[-1] == chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with pytest.raises(utils.UserError, match=r"does not end in a special token .*assign_rewards --chat_template"):
+    with pytest.raises(UserError, match=r"does not end in a special token .*assign_rewards --chat_template"):
         encode_example(row | {"target": "t<|eot_id|>"}, chat_tokenizer)
 
 
@@ -210,9 +213,9 @@ def test_an_edited_file_an_edited_check_and_another_tokenizer_give_other_rows(tm
         assert encoded["labels"] == encode_example(row, its_tokenizer)["labels"]
 
     def check(row):
-        raise utils.UserError("edited")
+        raise UserError("edited")
 
-    with pytest.raises(utils.UserError, match="row 1: edited"):
+    with pytest.raises(UserError, match="row 1: edited"):
         load_rows([path], tokenizer, file=file, check=check)
 
 
@@ -224,7 +227,7 @@ def on_hub(tmp_path, monkeypatch) -> Path:
     (folder / "refs/main").write_text("abc")
     (folder / "snapshots/abc").mkdir(parents=True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    utils.data_folder.cache_clear()
+    data_folder.cache_clear()
     return folder / "snapshots/abc"
 
 
@@ -244,9 +247,9 @@ def test_rows_are_read_from_parquet_gzip_and_the_hub_as_from_json(tmp_path, on_h
             encode_example(row, chat_tokenizer) for row in of_json
         ]
     assert contents(Path(os.environ["HF_HOME"])) == home
-    assert utils.rows_setting("me/rows")["sha256"] == "abc"
-    both = utils.rows_setting(path, "me/rows")
-    assert both["sha256"] == f"{utils.files_setting(path)['sha256']} abc" and both["commits"] == {"me/rows": "abc"}
+    assert rows_setting("me/rows")["sha256"] == "abc"
+    both = rows_setting(path, "me/rows")
+    assert both["sha256"] == f"{files_setting(path)['sha256']} abc" and both["commits"] == {"me/rows": "abc"}
 
 
 def test_gzipped_rows_are_read_line_by_line_and_a_name_is_no_pattern(tmp_path, tokenizer):
@@ -255,7 +258,7 @@ def test_gzipped_rows_are_read_line_by_line_and_a_name_is_no_pattern(tmp_path, t
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     assert list(load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer))[1]["is_sft"]
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(f"{lines}\n{{half".encode()))
-    with pytest.raises(utils.UserError, match=r"rows\.jsonl\.gz:3: not JSON"):
+    with pytest.raises(UserError, match=r"rows\.jsonl\.gz:3: not JSON"):
         load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer)
     for name, target in (("rows1.parquet", "other"), ("rows[1].parquet", "own")):
         Dataset.from_list([{"query": "q", "target": target}]).to_parquet(tmp_path / name)
@@ -268,21 +271,21 @@ MISSING = ["rows", "a/b/c", "no/such.json", "no/such.jsonl.gz", "no/such.parquet
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_missing_file_is_not_looked_for_on_the_hub(name, tokenizer):
-    with pytest.raises(utils.UserError, match=f"{name}: no such file$"):
+    with pytest.raises(UserError, match=f"{name}: no such file$"):
         load_rows([name], tokenizer)
 
 
 def test_a_data_set_that_is_nowhere_and_a_file_that_is_none_are_named(tmp_path, on_hub, tokenizer):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     for name, message in (("no/rows", "no such data set on the hub"), (tmp_path / "bad.parquet", "Parquet magic")):
-        with pytest.raises(utils.UserError, match=message):
+        with pytest.raises(UserError, match=message):
             load_rows([str(name)], tokenizer)
 
 
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=4, truncation_side="right")
     path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}])
-    with pytest.raises(utils.UserError, match=r"a\.jsonl: row 2: .*cut off the whole target; use --truncation_side"):
+    with pytest.raises(UserError, match=r"a\.jsonl: row 2: .*cut off the whole target; use --truncation_side"):
         load_rows([path], tokenizer)
 
 
@@ -313,7 +316,7 @@ def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, ca
     ],
 )
 def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):
-    with pytest.raises(utils.UserError, match=rf"bad\.jsonl: row 4: {message}"):
+    with pytest.raises(UserError, match=rf"bad\.jsonl: row 4: {message}"):
         load_rows([write_rows(tmp_path / "bad.jsonl", [*ROWS, row])], tokenizer)
 
 
@@ -336,7 +339,7 @@ def test_alpacas_fields_that_are_no_texts_are_named_in_training_and_rewards(tmp_
     (field,) = changes
     for read in (lambda: load_rows([path], chat_tokenizer), lambda: read_sft_rows(path),
                  lambda: read_sft_rows(path, ChatTemplate(chat_tokenizer, "m"))):  # fmt: skip
-        with pytest.raises(utils.UserError, match=rf"alpaca\.jsonl: row 2: .*{field!r} must be a text"):
+        with pytest.raises(UserError, match=rf"alpaca\.jsonl: row 2: .*{field!r} must be a text"):
             read()
 
 
@@ -349,7 +352,7 @@ OTHER_FORMS = [
 
 @pytest.mark.parametrize("row", OTHER_FORMS)
 def test_a_row_of_another_form_is_told_the_forms_that_are_read(tokenizer, row):
-    with pytest.raises(utils.UserError, match="'query' and 'target'.* 'messages', .*'instruction'") as refused:
+    with pytest.raises(UserError, match="'query' and 'target'.* 'messages', .*'instruction'") as refused:
         encode_example(row, tokenizer)
     assert all(repr(field) in str(refused.value).partition("has ")[2] for field in row)
 
@@ -362,7 +365,7 @@ def test_sft_rows_in_another_format_are_named_in_training_rewards_and_the_loops_
     path = write_rows(tmp_path / "bad.jsonl", [*ROWS, row])
     for read in (lambda: load_rows([path], build_tokenizer()), lambda: read_sft_rows(path),
                  lambda: check_sft_rows(tiny_model, path, False)):  # fmt: skip
-        with pytest.raises(utils.UserError, match=r"bad\.jsonl: row 4: (not a JSON|a message needs|a row needs)"):
+        with pytest.raises(UserError, match=r"bad\.jsonl: row 4: (not a JSON|a message needs|a row needs)"):
             read()
 
 
@@ -376,12 +379,12 @@ def test_tokens_that_the_model_lacks_are_no_padding_and_name_their_row(tmp_path,
     larger.add_special_tokens({"eos_token": "[EOS]"})
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     assert SPAGCollator(larger, own).pad_token_id == 0 and len(load_rows([path], larger)) == 3
-    with pytest.raises(utils.UserError, match=rf"row 1: the model has {own} tokens, not token {own + 1} \(\[EOS\]\)"):
+    with pytest.raises(UserError, match=rf"row 1: the model has {own} tokens, not token {own + 1} \(\[EOS\]\)"):
         load_rows([path], larger, own)
 
 
 def test_a_tokenizer_without_eos_is_refused_where_training_needs_one(chat_tokenizer):
     chat_tokenizer.eos_token = None
     assert last_reply(chat_tokenizer) == "assistant 1<|im_end|>"
-    with pytest.raises(utils.UserError, match="no EOS"):
+    with pytest.raises(UserError, match="no EOS"):
         encode_example(ROWS[0], chat_tokenizer)

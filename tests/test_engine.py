@@ -10,6 +10,7 @@ from conftest import build_llama, build_tokenizer
 from pretend_gpu import DEVICE, PretendGPU, to_cpu
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, MistralConfig, NemotronConfig, Qwen2Config, Qwen3Config
 
+from tools.common.errors import UserError
 from tools.engine import memory, scheduler
 from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.local import LocalModel, Prompt
@@ -17,7 +18,6 @@ from tools.engine.scheduler import BLOCK
 from tools.engine.slots import AutoEngine, SlotEngine, can_hold, draw
 from tools.players.flags import PlayFlags
 from tools.players.player import SAMPLING, TESTING, Sampling
-from utils import UserError
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,8 +12,8 @@ import pytest
 from helpers import TORCHRUN, call, finish, flags_of, start, write_place
 
 from tools import evaluate_games
+from tools.common.files import read_json_or_jsonl, write_words
 from tools.measure.matches import pairs
-from utils import read_json_or_jsonl, write_words
 
 PLAYED, HELD_OUT = ["one", "two", "three", "four", "one"], ["café", "five", "six"]  # "one" stands there twice
 

@@ -17,10 +17,11 @@ from conftest import ROOT
 from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
+from tools.common.errors import UserError
+from tools.common.files import write_json
 from tools.measure import reasoning
 from tools.measure.reasoning import BENCHMARKS
 from tools.measure.reasoning_table import MEAN, Score, cell_text, geometric_mean, read_score, score_rows
-from utils import UserError, write_json
 
 ODD_NAME = "lr=1e-5,kl=0.2"  # of a model's folder
 

@@ -12,10 +12,11 @@ from scripted import messages
 
 from tools import evaluate_games, play_llm_game, report
 from tools.assign_rewards import assign_rewards
+from tools.common.errors import UserError
+from tools.common.files import read_json_or_jsonl
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
 from tools.players.flags import PlayFlags
-from utils import UserError, read_json_or_jsonl
 
 QUESTIONS = load_game("twenty_questions")
 

@@ -9,9 +9,9 @@ from scripted import messages
 
 from tools import play_llm_game, report
 from tools.assign_rewards import assign_rewards
+from tools.common.files import read_json, read_words
 from tools.games import load_game
 from tools.games.prompts import play_prompt
-from utils import read_json, read_words
 
 FOLDER = ROOT / "tools" / "examples"
 CITY_FILE = f"{FOLDER}/guess_my_city.py:GuessMyCity"

@@ -15,9 +15,9 @@ from graded_game import Divide
 from helpers import ENVIRONMENT, call, play_flags, start
 
 from tools import play_llm_game
+from tools.common.files import read_json_or_jsonl
 from tools.games import load_game
 from tools.players.human import HumanPlayer
-from utils import read_json_or_jsonl
 
 DEADLINE = 60  # seconds for the program to say what is waited for
 STEM = "m_sampling_words"

@@ -2,8 +2,8 @@
 
 from helpers import ROOT
 
+from tools.common.files import read_json_or_jsonl
 from tools.games import load_game
-from utils import read_json_or_jsonl
 
 GAMES = read_json_or_jsonl(ROOT / "data" / "imitation_games.jsonl")
 PLAIN = read_json_or_jsonl(ROOT / "data" / "english" / "plain_games.jsonl")

@@ -20,19 +20,22 @@ from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, GPT
 
 import train
 from tools import evaluate_games
+from tools.common.errors import UserError
+from tools.common.files import ROOT
+from tools.common.flags import parse_flags
+from tools.common.models import load_model, model_setting
+from tools.common.records import files_setting
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Batcher, LocalModel, Prompt, load_local_model, own_device
 from tools.engine.slots import SlotEngine
 from tools.engine.state import TorchState
-from tools.flags import parse_flags
 from tools.games.taboo import Taboo
 from tools.players import make
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HumanPlayer
 from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer
 from tools.players.server import ServerPlayer
-from utils import ROOT, UserError, files_setting, load_model, model_setting
 
 GREEDY = EngineFlags(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = EngineFlags(max_length=64, max_new_tokens=8)
@@ -227,7 +230,7 @@ def test_a_prompt_and_a_reply_beyond_the_positions_are_refused_with_a_table_and_
     rotary = LocalModel(build_llama(0, 260, max_position_embeddings=64).eval(), tokenizer, flags)
     for prompts in (["x" * 55], ["x" * 56, "x" * 90]):
         assert generate(rotary, prompts)
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "utils"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "tools.common.ranks"]
     assert re.search("65 tokens.* 64 positions", warning)
 
 

@@ -14,6 +14,7 @@ from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
+from tools.common.files import read_json, read_json_or_jsonl
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Prompt, load_local_model
@@ -22,7 +23,6 @@ from tools.players.player import Player, Reply, ReplyUnavailable
 from tools.selfplay import play
 from tools.selfplay.episodes import EpisodeFiles, summary, summary_line
 from tools.selfplay.play import episode_text, play_game, play_games
-from utils import read_json, read_json_or_jsonl
 
 GAME = taboo.Taboo()
 GUESS = "I know the word! It is `{}`!"

@@ -5,14 +5,14 @@ import asyncio
 import pytest
 from scripted import messages
 
-from tools.flags import Parser, add_flags, parse_flags
+from tools.common.errors import UserError
+from tools.common.flags import Parser, add_flags, parse_flags
 from tools.games.game import load_member
 from tools.games.taboo import Taboo
 from tools.lab.world.players import load_lexicon
 from tools.players.flags import PlayFlags
 from tools.players.player import ScriptedPlayer, Turn, draw_seed
 from tools.selfplay.play import play_game
-from utils import UserError
 
 GAME = Taboo()
 FIRST = Turn(GAME, "attacker", (), 3, 7, {"target_word": "art"})

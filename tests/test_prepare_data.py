@@ -4,9 +4,9 @@ from conftest import ROOT
 from helpers import call, flags_of, write_rows
 
 from tools import prepare_data
+from tools.common.files import read_json_or_jsonl
 from tools.games import load_game
 from tools.games.prompts import load_templates, play_prompt
-from utils import read_json_or_jsonl
 
 
 def prepare(command: str, status: int = 0, **flags):

@@ -5,9 +5,9 @@ import pytest
 from conftest import load_golden
 from scripted import messages
 
+from tools.common.errors import UserError
 from tools.games import prompts
 from tools.games.taboo import DEFENDER_WINS, Taboo
-from utils import UserError
 
 GAME = Taboo()
 TEMPLATES = {

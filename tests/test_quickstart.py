@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, call, finish, start
 
 from tools import play_llm_game
-from tools.flags import parse_flags
+from tools.common.flags import parse_flags
 from tools.loop import quickstart as program
 from tools.loop.settings import read_loop
 

@@ -19,11 +19,11 @@ from scripted import messages
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from dataloaders import encode_example
+from tools.common.models import special_texts, without
 from tools.engine.local import Codec
 from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import Sampling
-from utils import special_texts, without
 
 WHEELS = [os.environ.get("MISTRAL_COMMON"), *Path(sys.prefix, "wheels").glob("mistral_common-*.whl")]
 WHEEL = next(filter(None, WHEELS), None)

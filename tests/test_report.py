@@ -14,13 +14,14 @@ from plotly.offline import get_plotlyjs
 from scripted import messages
 
 from tools import report
+from tools.common.errors import UserError
+from tools.common.files import write_json, write_records
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.measure import report_page
 from tools.measure.match_text import shown_rows
 from tools.measure.matches import result_rows
 from tools.measure.report_contents import read_folder, shown_game, split_at_marks
-from utils import UserError, write_json, write_records
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")
 SELF_PLAY = {ATTACKER_WINS: 6, DEFENDER_WINS: 8, ATTACKER_BREAKS: 4, TIED: 2}

@@ -18,17 +18,17 @@ from helpers import ENVIRONMENT, ROOT, call, copy_model, descendants, finish, st
 import arguments
 from tools import run_spag
 from tools.assign_rewards import Flags as RewardFlags
+from tools.common.files import write_json
+from tools.common.flags import parse_flags
 from tools.controls import CONTROLS
 from tools.evaluate_belief import Flags as BeliefFlags
 from tools.evaluate_games import Flags as MatchFlags
 from tools.evaluate_reasoning import Flags as ReasoningFlags
-from tools.flags import parse_flags
 from tools.loop import machine
 from tools.loop.record import write_record
 from tools.loop.settings import read_loop
 from tools.loop.stages import StageFailed, Stages
 from tools.play_llm_game import Flags as PlayFlags
-from utils import write_json
 
 STAGES = ["imitation", "epoch1_play", "epoch1_rewards", "epoch1_train", "epoch1_eval", "report"]
 FLAGS = {"play_llm_game": PlayFlags, "assign_rewards": RewardFlags, "evaluate_games": MatchFlags}
@@ -138,7 +138,7 @@ def test_each_epoch_starts_from_the_model_before_and_all_are_measured(commands, 
     changes = {"belief.games": inputs["rewards.sft_data_path"], "belief.split": "held_out", "match_every": 2}
     changes |= {"reasoning.tasks": "MMLU ARC-c:25", "reasoning.limit": "3", "epochs": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.require", lambda *_: None)
+        patch.setattr("tools.loop.inputs.require", lambda *_: None)
         made = commands(changes)
     lines = {stage: " ".join(words) + " " for stage, words in made.items()}
     out, models = inputs["output"], f"base={inputs['model']} imitation={inputs['output']}/imitation/model"
@@ -353,7 +353,7 @@ def test_a_failing_stage_ends_the_loop_and_a_failing_report_does_not(run, capsys
 
 def start_stage(folder: Path, script: str, **how) -> subprocess.Popen:
     """Run a shell script as a stage, in a process of its own."""
-    code = "import sys; from tools.loop.stages import Stages; from utils import run_program\n"
+    code = "import sys; from tools.loop.stages import Stages; from tools.common.programs import run_program\n"
     code += "run_program(lambda: Stages(sys.argv[1]).run('epoch1_play', ['sh', '-c', sys.argv[2], sys.argv[1]]))"
     return start([*how.pop("launch", []), sys.executable, "-c", code, folder, script], **how)
 

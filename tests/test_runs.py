@@ -46,12 +46,14 @@ def test_a_missing_file_is_one_line_of_a_program_and_is_named_by_a_launch(tmp_pa
 
 
 RANK = """
-import json, time, torch, utils
+import json, time, torch
+from tools.common.errors import UserError
+from tools.common.ranks import on_rank_0, rank
 answers = []
-for make in (lambda: utils.rank(), lambda: open("nowhere"), lambda: time.sleep(1.5) or ["again"]):
+for make in (lambda: rank(), lambda: open("nowhere"), lambda: time.sleep(1.5) or ["again"]):
     try:
-        answers.append(utils.on_rank_0(make))
-    except utils.UserError as error:
+        answers.append(on_rank_0(make))
+    except UserError as error:
         answers.append(str(error))
 torch.distributed.init_process_group("gloo")
 torch.distributed.barrier()

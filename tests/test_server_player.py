@@ -14,11 +14,11 @@ import pytest
 from helpers import call, play_flags, write_place
 
 from tools import play_llm_game
+from tools.common.files import read_json_or_jsonl
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, ReplyUnavailable, Turn
 from tools.players.server import MOST_REFUSED, ServerFlags, ServerPlayer, connect
-from utils import read_json_or_jsonl
 
 pytest.importorskip("openai", reason="players behind a server need the package openai")
 

@@ -17,6 +17,11 @@ from helpers import ROOT, call, words_of
 
 from arguments import build_parser
 from tools import run_spag
+from tools.common.errors import UserError
+from tools.common.files import read_json, write_json
+from tools.common.models import load_tokenizer
+from tools.common.records import files_setting
+from tools.common.rowformats import alpaca_to_row
 from tools.games import load_game
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
@@ -25,7 +30,6 @@ from tools.loop.keys import OWN, PROGRAMS, TRAININGS, flags_of
 from tools.loop.record import write_record
 from tools.loop.settings import DEFAULTS, read_file, read_loop
 from tools.loop.stages import hold_lock
-from utils import UserError, alpaca_to_row, files_setting, load_tokenizer, read_json, write_json
 
 SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
@@ -292,7 +296,9 @@ def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkey
 
 def test_sft_rows_may_be_a_data_set_of_the_hub(start, monkeypatch, tmp_path):
     write_json(tmp_path / "set/train.json", [{"prompt": "Hi", "answer": "Ho"}])
-    monkeypatch.setattr("utils.data_folder", lambda name: tmp_path / "set")
+    for module in ("records.data_folder", "files.data_folder"):
+        monkeypatch.setattr(f"tools.common.{module}", lambda name: tmp_path / "set")
+    monkeypatch.setattr("tools.loop.inputs.data_folder", lambda name: tmp_path / "set")
     assert start(**{"rewards.sft_data_path": "owner/name"})["rewards.sft_data_path"] == "owner/name"
 
 

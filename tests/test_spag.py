@@ -12,9 +12,10 @@ from helpers import ENVIRONMENT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import spag
+from tools.common.errors import UserError
+from tools.common.files import write_json
 from tools.games import load_game
 from tools.games.prompts import load_templates
-from utils import UserError, write_json
 
 
 def attacker(turn):

@@ -12,13 +12,14 @@ import pytest
 from helpers import ROOT, call, descendants, finish, start, wait_for
 
 from tools import evaluate_belief
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_words, write_json, write_records, write_words
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, TIED, Taboo
 from tools.lab import preparations, study, table
 from tools.measure.belief import fewest_candidates
 from tools.measure.estimates import holm, markdown, student, with_interval
 from tools.measure.match_text import write_results
 from tools.selfplay.episodes import summary
-from utils import UserError, read_json, read_words, write_json, write_records, write_words
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
 TABOO = Taboo()
@@ -420,6 +421,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     call(study.main, arms, *flags)
     assert list(read_json(out / "seed2.json")["arms"]) == ["imitation", "released", "between", "sft"]
 
+
 @pytest.mark.parametrize(
     "old, new, told",
     [
@@ -529,7 +531,7 @@ def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(
 
 
 def test_a_signal_to_the_study_ends_its_programs(tmp_path):
-    code = "import sys; from tools.lab import study as run; from utils import run_program\n"
+    code = "import sys; from tools.lab import study as run; from tools.common.programs import run_program\n"
     code += "run.loop_command = lambda argv: ['sh', '-c', 'sleep 60; true', str(argv)]\nrun_program(run.main)"
     (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
     process = start([sys.executable, "-c", code, tmp_path / "arms.toml", "--output_dir", tmp_path / "out"])
@@ -542,7 +544,7 @@ def test_a_signal_to_the_study_ends_its_programs(tmp_path):
 
 @pytest.mark.parametrize("end", ["kill -TERM $$", "kill -INT $$", "exit 130", "exit 143"])
 def test_after_a_program_that_a_signal_ended_no_further_seed_begins_and_none_is_said_to_have_failed(tmp_path, end):
-    code = "import sys; from tools.lab import study as run; from utils import run_program\n"
+    code = "import sys; from tools.lab import study as run; from tools.common.programs import run_program\n"
     code += f"run.loop_command = lambda argv: ['sh', '-c', {end!r}]\nrun_program(run.main)"
     (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
     words = [tmp_path / "arms.toml", "--output_dir", tmp_path / "out", "--seeds", "1", "2", "3"]

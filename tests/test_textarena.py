@@ -10,11 +10,11 @@ import pytest
 from helpers import ROOT
 
 from tools.assign_rewards import assign_rewards
+from tools.common.errors import UserError
 from tools.games import Game, load_game
 from tools.games.prompts import play_prompt
 from tools.players.player import STOP, Reply
 from tools.selfplay.play import Episode, play_game
-from utils import UserError
 
 # A module of the package: without it, Python may find tools/examples/textarena.py under the package's name.
 pytest.importorskip("textarena.core", reason="needs textarena 0.7.4")

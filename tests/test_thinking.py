@@ -10,13 +10,14 @@ from transformers import AutoTokenizer
 
 from dataloaders import encode_example
 from tools import assign_rewards, play_llm_game
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_json_or_jsonl
 from tools.engine.local import Codec
 from tools.games.chat import ChatTemplate
 from tools.games.taboo import Taboo
 from tools.players.player import LENGTH, STOP, Reply, Sampling, ScriptedPlayer, split_thought
 from tools.selfplay.episodes import summary
 from tools.selfplay.play import play_game
-from utils import UserError, read_json, read_json_or_jsonl
 
 GAME = Taboo()
 # Special tokens, of which the last one ends a reply; tags of thoughts that are tokens; whether these are special.

@@ -8,13 +8,13 @@ from helpers import call
 from scripted import messages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tools.common.files import read_json, read_json_or_jsonl
 from tools.games import taboo
 from tools.games.prompts import answer, load_templates, play_prompt
 from tools.lab.world import build
 from tools.lab.world.build import TRUE_HINTS, scripted_games
 from tools.lab.world.players import GUESS, HINT, Lexicon, Skill, hinted_clues, load_lexicon, speak
 from tools.players.player import Turn
-from utils import read_json, read_json_or_jsonl
 
 GAME = taboo.Taboo()
 SMALL = Lexicon(

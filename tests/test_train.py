@@ -27,7 +27,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 import arguments
 import train
 import trainers
-import utils
+from tools.common import checkpoints, models
+from tools.common.errors import UserError
+from tools.common.files import read_json, write_json
+from tools.common.models import load_model, load_tokenizer
 from trainers import label_logprob
 
 RUNS = load_golden("train_run.json")["runs"]
@@ -62,7 +65,7 @@ def launch(output, processes: int, settings: dict) -> list[dict]:
 
 
 def steps_of(output) -> list[dict]:
-    history = utils.read_json(Path(output) / "trainer_state.json")["log_history"]
+    history = read_json(Path(output) / "trainer_state.json")["log_history"]
     return [entry for entry in history if "loss" in entry]
 
 
@@ -247,8 +250,8 @@ def test_neither_the_side_of_the_padding_nor_detaching_changes_a_loss(tmp_path, 
 @pytest.fixture
 def loaded(monkeypatch) -> list[str]:
     """The models that train.py loads, by name."""
-    names, original = [], utils.load_model
-    monkeypatch.setattr(utils, "load_model", lambda name, **how: names.append(name) or original(name, **how))
+    names, original = [], load_model
+    monkeypatch.setattr(models, "load_model", lambda name, **how: names.append(name) or original(name, **how))
     return names
 
 
@@ -321,13 +324,13 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     start = {"output_dir": output, "resume_from_checkpoint": None}
 
     def continued() -> str | None:
-        return trainers.last_checkpoint(SimpleNamespace(**start, deepspeed=None))
+        return checkpoints.last_checkpoint(SimpleNamespace(**start, deepspeed=None))
 
     assert continued() == str(last) and (last / "complete").read_bytes() == b""
     (last / "optimizer.pt").unlink()  # as with --save_only_model
     assert continued() == str(second)
-    with pytest.raises(utils.UserError, match="another --deepspeed"):
-        trainers.last_checkpoint(SimpleNamespace(**start, deepspeed="zero2.json"))
+    with pytest.raises(UserError, match="another --deepspeed"):
+        checkpoints.last_checkpoint(SimpleNamespace(**start, deepspeed="zero2.json"))
     shutil.rmtree(last)
     with monkeypatch.context() as patch, pytest.raises(Stopped):  # stopped while it writes it again
         patch.setattr(torch, "save", stop)  # of the optimizer
@@ -347,7 +350,7 @@ NUMBERS = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1, "zero_
 
 
 def test_numbers_in_a_deepspeed_file_that_differ_from_the_flags_are_one_line(tmp_path, mixed_rows, tiny_model):
-    utils.write_json(tmp_path / "numbers.json", NUMBERS)
+    write_json(tmp_path / "numbers.json", NUMBERS)
     message = "numbers.json: .*train_micro_batch_size_per_gpu=3 vs hf .*=8; .*gradient_clipping=0.1.*auto"
     refused(tmp_path / "out", sft(mixed_rows, tiny_model, deepspeed=tmp_path / "numbers.json"), message)
 
@@ -374,7 +377,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_del
     for name in ("checkpoint-1", "checkpoint-9"):
         assert re.search(f"WARNING .*{name}: .*cannot be deleted .Directory not empty", printed)
     assert sorted(path.name[-1] for path in output.glob("checkpoint-*")) == ["1", "4", "9"]
-    assert utils.read_json(output / "settings.json")["finished"]
+    assert read_json(output / "settings.json")["finished"]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +389,7 @@ def test_beyond_the_limit_all_checkpoints_but_the_last_and_the_best_are_deleted(
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (2, 4, 6):
         (tmp_path / f"checkpoint-{step}/complete").touch()
-    old = trainers.old_checkpoints(tmp_path, limit, best and str(tmp_path / f"checkpoint-{best}"))
+    old = checkpoints.old_checkpoints(tmp_path, limit, best and str(tmp_path / f"checkpoint-{best}"))
     assert [path.name for path in old] == [f"checkpoint-{step}" for step in deleted]
 
 
@@ -400,10 +403,10 @@ def test_zero_continues_a_training_with_the_number_of_processes_that_began_it(tm
 
     def continued(processes: int) -> str | None:
         start = {"output_dir": tmp_path, "resume_from_checkpoint": None, "deepspeed": "zero2.json"}
-        return trainers.last_checkpoint(SimpleNamespace(**start, world_size=processes))
+        return checkpoints.last_checkpoint(SimpleNamespace(**start, world_size=processes))
 
     assert continued(2) == str(state.parent)
-    with pytest.raises(utils.UserError, match="checkpoint-2: made by 2 processes.* with 1; start with 2"):
+    with pytest.raises(UserError, match="checkpoint-2: made by 2 processes.* with 1; start with 2"):
         continued(1)
 
 
@@ -470,13 +473,13 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, lora_merge=True, learning_rate=0.02)
     settings["save_strategy"] = "epoch"
     steps = run(tmp_path / "out", settings, lora_alpha=6, gradient_checkpointing=True)
-    adapter = utils.read_json(tmp_path / "out/adapter_config.json")
+    adapter = read_json(tmp_path / "out/adapter_config.json")
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    with pytest.raises(utils.UserError, match="adapter_config.json.* merged/ .* --lora_merge True"):
-        utils.load_model(tmp_path / "out")
-    merged, base = (utils.load_model(each) for each in (tmp_path / "out/merged", tiny_model))
+    with pytest.raises(UserError, match="adapter_config.json.* merged/ .* --lora_merge True"):
+        load_model(tmp_path / "out")
+    merged, base = (load_model(each) for each in (tmp_path / "out/merged", tiny_model))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     with torch.no_grad():
         logits = [model(torch.arange(10, 40).unsqueeze(0)).logits for model in (merged, adapted)]
@@ -525,7 +528,7 @@ def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp
     path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
     settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
     (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
-    results = utils.read_json(tmp_path / "out" / "eval_results.json")
+    results = read_json(tmp_path / "out" / "eval_results.json")
     assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
@@ -546,7 +549,7 @@ def test_the_parts_of_the_loss_add_up_and_ratios_are_means_over_rows(tmp_path, t
 def test_a_generation_config_that_transformers_refuses_to_save_loses_no_training(tmp_path, mixed_rows, tiny_model):
     """Copies of Llama-2 have a temperature without do_sample; the Trainer changes their PAD, and saving validates."""
     folder = copy_model(tiny_model, tmp_path / "model")
-    utils.write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2})
+    write_json(folder / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2})
     run(tmp_path / "out", sft(mixed_rows, folder, max_steps=1))
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
@@ -570,7 +573,7 @@ CARD += ["Reference model: `me/tiny`", "`rows.json`: 4 rows of games, 4 SFT rows
 def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(tmp_path, hub_model, lora_rank):
     rows = write_rows(tmp_path / "rows.json", [GAME, {"query": "q", "target": "t", "type": "sft"}] * 4)
     played = {"settings": {"game": {"name": "taboo"}}, "games": {"episodes": 1544}}
-    utils.write_json(tmp_path / "rows_rewards_settings.json", played)
+    write_json(tmp_path / "rows_rewards_settings.json", played)
     reference = None if lora_rank else hub_model
     lora = {"lora_rank": lora_rank, "lora_merge": True if lora_rank else None}
     run(tmp_path / "out", offline_po(rows, hub_model, reference, max_steps=1, learning_rate=0.0, **lora))
@@ -581,13 +584,13 @@ def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(
             assert text in card, text
         assert "from scratch" not in card and "unknown dataset" not in card and str(tmp_path) not in card
     if lora_rank:
-        adapter = utils.read_json(tmp_path / "out/adapter_config.json")
+        adapter = read_json(tmp_path / "out/adapter_config.json")
         assert adapter["base_model_name_or_path"] == hub_model
 
 
 def test_a_card_of_a_model_from_a_folder_calls_it_by_its_name_alone(tmp_path, tiny_model):
     rows = write_rows(tmp_path / "rows.json", [{"query": "q", "target": "t"}] * 8)
-    utils.write_json(tmp_path / "rows_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
+    write_json(tmp_path / "rows_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
     run(tmp_path / "out", sft(rows, tiny_model, max_steps=1))
     card = (tmp_path / "out/README.md").read_text()
     assert "`rows.json`: 8 rows\n" in card and "Games" not in card  # the record beside the rows is of something else
@@ -608,7 +611,7 @@ def test_a_training_that_saved_no_weights_is_not_finished(tmp_path, mixed_rows, 
     with monkeypatch.context() as patch:
         patch.setattr(trainers.SPAGTrainer, "save_model", lambda *_, **__: None)
         refused(tmp_path / "out", settings, "out: .*safetensors")
-    assert not utils.read_json(tmp_path / "out/settings.json")["finished"]
+    assert not read_json(tmp_path / "out/settings.json")["finished"]
     run(tmp_path / "out", settings)
 
 
@@ -644,7 +647,7 @@ def test_frequencies_of_rope_that_were_rounded_are_computed_anew(model, request,
     args = SimpleNamespace(trust_remote_code=False, weights_dtype=torch.float32, attn_implementation=None)
     expected = dict(load(name).named_buffers())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", rounded)
-    buffers = dict(train.load_model(name, args).named_buffers())
+    buffers = dict(models.load_for_training(name, args).named_buffers())
     assert any("inv_freq" in name for name in buffers)
     assert_close(buffers, expected, rtol=0, atol=0)
 
@@ -841,4 +844,4 @@ def test_mistral_common_beside_transformers_changes_no_token(tmp_path, monkeypat
     monkeypatch.setitem(auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
     monkeypatch.setattr(transformers.integrations.mistral.tokenizer, "is_mistral_common_available", lambda: True)
     assert auto._use_mistral_format(str(tmp_path))  # the pretence works
-    assert utils.load_tokenizer(str(tmp_path))("[INST] hé").input_ids == tokenizer("[INST] hé").input_ids
+    assert load_tokenizer(str(tmp_path))("[INST] hé").input_ids == tokenizer("[INST] hé").input_ids

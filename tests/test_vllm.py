@@ -13,13 +13,14 @@ from conftest import build_llama, build_tokenizer
 from helpers import ENVIRONMENT, TORCHRUN, call, finish, flags_of, play_flags, start, write_place
 
 from tools import evaluate_games, play_llm_game
+from tools.common.errors import UserError
+from tools.common.files import read_json_or_jsonl
 from tools.engine import vllm
 from tools.engine.local import Codec
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
 from tools.players import make
 from tools.players.player import Sampling, Turn, draw_seed
-from utils import UserError, read_json_or_jsonl
 
 GAME = Taboo()
 WORDS = [f"word{number}" for number in range(100, 140)]

@@ -16,24 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import GameFlags, flag, parse_flags
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_json_or_jsonl, write_records
+from tools.common.flags import flag, parse_flags
+from tools.common.models import special_texts, without
+from tools.common.programs import run_program
+from tools.common.records import files_setting, rows_record, rows_setting, stage
+from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
-from utils import (
-    UserError,
-    files_setting,
-    read_json,
-    read_json_or_jsonl,
-    rows_record,
-    rows_setting,
-    run_program,
-    special_texts,
-    stage,
-    without,
-    write_records,
-)
 
 __all__ = ["assign_rewards"]
 FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them

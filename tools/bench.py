@@ -13,17 +13,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.common.errors import UserError
+from tools.common.files import ROOT, read_words
+from tools.common.flags import FlagGroup, flag, parse_command
+from tools.common.models import model_folder
+from tools.common.programs import run_program
 from tools.engine.flags import GENERATE, SLOTS, VLLM
 from tools.engine.random_model import random_llama, train_tokenizer
 from tools.engine.vllm import has_vllm
-from tools.flags import FlagGroup, flag, parse_command
 from tools.games import load_game
 from tools.games.prompts import default_templates
 from tools.players.flags import PlayFlags
 from tools.players.make import make_players
 from tools.selfplay.episodes import new_tokens
 from tools.selfplay.play import play_games
-from utils import ROOT, UserError, model_folder, read_words, run_program
 
 SEED = 42
 TURNS = 3  # of a game

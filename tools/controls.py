@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tools.flags import FlagGroup, flag, parse_command
+from tools.common.errors import UserError
+from tools.common.files import read_json_or_jsonl, write_records
+from tools.common.flags import FlagGroup, flag, parse_command
+from tools.common.programs import run_program
+from tools.common.records import rows_record, rows_setting, stage
 from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows
-from utils import UserError, read_json_or_jsonl, rows_record, rows_setting, run_program, stage, write_records
 
 
 def is_sft(row: dict) -> bool:

@@ -16,26 +16,18 @@ from statistics import fmean
 
 from tqdm import tqdm
 
+from tools.common.errors import UserError
+from tools.common.files import finite_json, read_json_or_jsonl, read_words, write_json, write_records, write_text
+from tools.common.flags import NAMED_MODELS, NamedPath, flag, parse_flags
+from tools.common.models import model_folder, model_setting
+from tools.common.programs import run_program
+from tools.common.records import files_setting, stage
 from tools.engine.flags import EngineFlags, ModelFlags
-from tools.flags import NAMED_MODELS, GameFlags, NamedPath, flag, parse_flags
+from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.measure.estimates import markdown
 from tools.selfplay.rewards import check_episodes
-from utils import (
-    UserError,
-    files_setting,
-    finite_json,
-    model_folder,
-    model_setting,
-    read_json_or_jsonl,
-    read_words,
-    run_program,
-    stage,
-    write_json,
-    write_records,
-    write_text,
-)
 
 MESSAGES = "belief_messages.jsonl"
 MEANS = "belief.json"

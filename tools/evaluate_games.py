@@ -13,14 +13,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
+from tools.common.errors import UserError
+from tools.common.files import read_words
+from tools.common.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
+from tools.common.programs import run_program
+from tools.common.ranks import rank
+from tools.common.records import stage
 from tools.measure.match_text import RESULTS, TABLE, write_results
 from tools.measure.matches import ALL, Match, pairs
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.make import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.play import play_words
-from utils import UserError, rank, read_words, run_program, stage
 
 
 def named_words(text: str) -> NamedPath:

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from tools.common.errors import UserError, require
+from tools.common.files import read_json, write_json, write_text
+from tools.common.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
+from tools.common.models import model_setting
+from tools.common.programs import run_program
+from tools.common.records import stage
 from tools.engine.flags import ModelFlags
-from tools.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
 from tools.measure.reasoning import BENCHMARKS, Benchmark, NoResult, ask
 from tools.measure.reasoning_table import MEAN, Score, cell_text, read_score, score_rows, table_text
-from utils import UserError, model_setting, read_json, require, run_program, stage, write_json, write_text
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,16 @@ several games of a word write it into the list several times; in the loop set ga
 import time
 from dataclasses import dataclass
 
-from tools.flags import file_name, flag, parse_flags
+from tools.common.files import read_json, read_words
+from tools.common.flags import file_name, flag, parse_flags
+from tools.common.programs import run_program
+from tools.common.ranks import rank
+from tools.common.records import stage
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HUMAN
 from tools.players.make import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles, new_tokens, summary_line
 from tools.selfplay.play import play_words
-from utils import rank, read_json, read_words, run_program, stage
 
 
 @dataclass(kw_only=True)

@@ -12,22 +12,12 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.flags import FlagGroup, flag, parse_command
+from tools.common.errors import UserError, user_errors
+from tools.common.files import ROOT, read_json_or_jsonl, read_text, read_words, write_json, write_records, write_words
+from tools.common.flags import FlagGroup, flag, parse_command
+from tools.common.programs import run_program, run_python
 from tools.games import load_game
 from tools.games.prompts import RULES, load_templates
-from utils import (
-    ROOT,
-    UserError,
-    read_json_or_jsonl,
-    read_text,
-    read_words,
-    run_program,
-    run_python,
-    user_errors,
-    write_json,
-    write_records,
-    write_words,
-)
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"

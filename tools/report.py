@@ -8,10 +8,13 @@ The page is about one loop. The table of a study (tools/lab/table.py) compares s
 import argparse
 from pathlib import Path
 
-from tools.flags import GameChoice, add_flags
+from tools.common.errors import printable
+from tools.common.files import write_text
+from tools.common.flags import add_flags
+from tools.common.programs import run_program
+from tools.games.flags import GameChoice
 from tools.measure.report_contents import read_folder
 from tools.measure.report_page import page_html
-from utils import printable, run_program, write_text
 
 
 def main() -> None:

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.common.errors import UserError
+from tools.common.files import ROOT
+from tools.common.programs import run_program
 from tools.loop.inputs import MEASURING, PHASES, Position, check_inputs, last_position
 from tools.loop.keys import (
     NONE,
@@ -35,7 +38,6 @@ from tools.loop.machine import Question, ask
 from tools.loop.record import check_record, write_record
 from tools.loop.settings import read_loop
 from tools.loop.stages import StageFailed, Stages, hold_lock, say
-from utils import ROOT, UserError, run_program
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
 

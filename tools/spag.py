@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tools.common.errors import UserError
 from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
 from tools.games.prompts import Templates
 from tools.players.flags import PlayFlags
@@ -36,7 +37,6 @@ from tools.players.make import make_players
 from tools.players.player import Choose
 from tools.selfplay.play import play_games
 from tools.selfplay.rows import Row, assign_rewards
-from utils import UserError
 
 # A model (folder or hub name), openai:MODEL, or a function.
 Speaker = str | Path | Choose

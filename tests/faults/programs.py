@@ -6,8 +6,8 @@ from pathlib import Path
 from helpers import write_place
 from scripted import messages
 
+from tools.common.files import write_json, write_records
 from tools.games import load_game
-from utils import write_json, write_records
 
 BATCH = "per_device_train_batch_size"
 

@@ -15,13 +15,13 @@ from helpers import ENVIRONMENT, TORCHRUN, finish, flags_of, start, words_of
 from test_engine import answer, conversation, generate, llama, sampling
 from test_readme import TOP, blocks
 
+from tools.common.files import read_json, read_json_or_jsonl, read_words, write_records
 from tools.engine import vllm
 from tools.engine.random_model import train_tokenizer
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import SlotEngine
 from tools.games import load_game
 from tools.games.prompts import default_templates
-from utils import read_json, read_json_or_jsonl, read_words, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEEPSPEED = {"none": None, "zero2": "zero2.json", "zero3": "zero3.json", "offload": "default_offload_opt_param.json"}

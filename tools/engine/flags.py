@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.flags import FlagGroup, flag
+from tools.common.errors import UserError
+from tools.common.flags import FlagGroup, flag
 from tools.players.player import Sampling
-from utils import UserError
 
 AUTO = "auto"
 SLOTS = "slots"

@@ -6,10 +6,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from tools.common.errors import UserError
 from tools.engine.flags import GENERATE, EngineFlags
 from tools.engine.local import Codec, LocalModel, OwnEngine, Prompt
 from tools.players.player import Reply
-from utils import UserError
 
 # Unless --per_device_eval_batch_size says otherwise. It is not chosen from memory: `slots_for_memory`
 # (tools/engine/memory.py) computes the sizes of caches as models of the slot engine have them.

@@ -17,21 +17,13 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from transformers import GenerationConfig
 
+from tools.common.models import Positions, check_token, load_model, load_tokenizer, special_texts, whole_characters
+from tools.common.ranks import check_gpus, warn_of_idle_gpu
 from tools.engine.flags import EngineFlags
 from tools.engine.state import TorchState
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import ALL_THOUGHT_TAGS
 from tools.players.player import LENGTH, STOP, Player, Reply, Sampling, Turn, draw_seed
-from utils import (
-    Positions,
-    check_gpus,
-    check_token,
-    load_model,
-    load_tokenizer,
-    special_texts,
-    warn_of_idle_gpu,
-    whole_characters,
-)
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.

@@ -14,6 +14,7 @@ import math
 import torch
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from tools.common.errors import UserError
 from tools.engine.attention import ATTENTION, LayerCache, Step, UnknownAttention
 from tools.engine.flags import GENERATE, SLOTS, EngineFlags
 from tools.engine.generate import BatchEngine, check_logits
@@ -22,7 +23,6 @@ from tools.engine.local import LocalModel, OwnEngine, Prompt
 from tools.engine.memory import slots_for_memory
 from tools.engine.scheduler import BLOCK, Request, Scheduler, Slot, num_blocks_for
 from tools.players.player import Reply, Sampling
-from utils import UserError
 
 logger = logging.getLogger(__name__)
 

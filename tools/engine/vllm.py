@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.common.errors import UserError
+from tools.common.models import from_folder, load_tokenizer
+from tools.common.ranks import LAUNCHER_VARIABLES, check_gpus
 from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM, EngineFlags
 from tools.players.player import Reply
-from utils import LAUNCHER_VARIABLES, UserError, check_gpus, from_folder, load_tokenizer
 
 if TYPE_CHECKING:
     from tools.engine.local import Prompt, StartEngine  # bring torch

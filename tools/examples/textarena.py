@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from tools.common.errors import UserError, user_errors
 from tools.games.game import Game, History, Outcome
-from utils import UserError, user_errors
 
 ZERO = "player_zero"
 ONE = "player_one"

@@ -8,9 +8,10 @@ import hashlib
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tools.common.errors import UserError, user_errors
+from tools.common.models import chat_text, without
 from tools.games import prompts
 from tools.games.game import History
-from utils import UserError, chat_text, user_errors, without
 
 SYSTEM = "system"
 USER = "user"

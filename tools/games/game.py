@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from utils import UserError, files_setting, user_errors
+from tools.common.errors import UserError, user_errors
+from tools.common.records import files_setting
 
 # Kinds of text that the report marks in a message. They are classes of CSS: a further kind also needs a style and
 # words in the legend, both in tools/measure/report_page.html.

@@ -16,8 +16,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tools.common.errors import UserError
+from tools.common.files import read_json
 from tools.games.game import Game, History
-from utils import UserError, read_json
 
 RULES = "rules"  # a key of prompt files
 MAX_TURNS = "max_turns"  # a slot that all their texts may have

@@ -13,8 +13,9 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from tools.common.errors import UserError, require
+from tools.common.files import ROOT
 from tools.games.game import GUESS, SECRET, Game, History, Outcome
-from utils import ROOT, UserError, require
 
 ATTACKER = "attacker"
 DEFENDER = "defender"

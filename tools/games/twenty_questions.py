@@ -3,8 +3,8 @@
 import re
 from typing import ClassVar
 
+from tools.common.files import ROOT
 from tools.games.game import GUESS, SECRET, Game, History, Outcome, whole_word
-from utils import ROOT
 
 GUESSER = "guesser"
 ANSWERER = "answerer"

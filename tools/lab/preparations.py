@@ -11,8 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+from tools.common.errors import UserError
+from tools.common.files import ROOT, read_json, read_words, write_words
+from tools.common.programs import run_program, run_python
 from tools.games.game import load_member
-from utils import ROOT, UserError, read_json, read_words, run_program, run_python, write_words
 
 ENGLISH = ROOT / "data" / "english"
 

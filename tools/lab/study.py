@@ -21,13 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from tools.flags import FlagGroup, build_parser, flag
+from tools.common.errors import UserError, user_errors
+from tools.common.files import ROOT, read_json, read_text, write_text
+from tools.common.flags import FlagGroup, build_parser, flag
+from tools.common.programs import INTERRUPTED, run_program
 from tools.games.game import load_member
 from tools.lab import table
 from tools.loop.keys import PROGRAMS, Loop, nearest, prefix_errors
 from tools.loop.settings import read_loop
 from tools.loop.stages import TERMINATED, environment, say
-from utils import INTERRUPTED, ROOT, UserError, read_json, read_text, run_program, user_errors, write_text
 
 # For each program, because seeds run side by side. Where the user has set these variables, they stay: a single seed on
 # many cores, or a training with offload, whose optimizer runs on the CPU, needs more threads.

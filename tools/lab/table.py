@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from tools.common.files import ROOT, read_json, write_json
 from tools.loop.record import read_record
 from tools.measure.estimates import UNKNOWN, holm, markdown, student, with_interval
 from tools.measure.matches import BOTH
-from utils import ROOT, read_json, write_json
 
 BASE = "base"
 IMITATION = "imitation"

@@ -8,12 +8,15 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import utils
-from tools.flags import GameChoice
+from tools.common.errors import UserError, require
+from tools.common.files import data_folder, read_json, read_records, read_words
+from tools.common.models import load_tokenizer
+from tools.common.records import files_setting, rows_record
+from tools.common.rowformats import read_row
 from tools.games import prompts
+from tools.games.flags import GameChoice
 from tools.games.game import Game
 from tools.loop.keys import AUTO, NONE, OWN, PROGRAMS, TRAININGS, Loop, plays_games
-from utils import UserError, read_json
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
 MEASURING = len(PHASES)  # the phase after these, of match, belief and report
@@ -49,8 +52,8 @@ def check_inputs(loop: Loop) -> list[str]:
     check_sft_rows(loop.model, rewards.sft_data_path, play.trust_remote_code)
     check_layout(loop, play, game)
     for _, path in tables["match"].words or ():
-        utils.read_words(path, game.check_task)
-    words = utils.read_words(loop.words, game.check_task)[: loop.max_words]
+        read_words(path, game.check_task)
+    words = read_words(loop.words, game.check_task)[: loop.max_words]
     return words * loop.games_per_word
 
 
@@ -99,7 +102,7 @@ def missing_files(loop: Loop, tables: dict[str, Namespace]) -> Iterator[str]:
     rows += [path for stage in TRAININGS for path in tables[stage].eval_data_path or ()]
     for path in filter(is_missing, rows):
         try:
-            utils.data_folder(path)  # of the hub
+            data_folder(path)  # of the hub
         except UserError as error:
             yield str(error)
 
@@ -117,7 +120,7 @@ def missing_packages(loop: Loop) -> Iterator[str]:
         needed.append(("lm_eval", "lm-eval==0.4.13"))
     for module, requirement in needed:
         try:
-            utils.require(module, requirement)
+            require(module, requirement)
         except UserError as error:
             yield str(error)
 
@@ -169,10 +172,10 @@ def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> Non
 
     What a template says of a single row, training finds.
     """
-    rows = utils.read_records(path, utils.read_row) if path else []
+    rows = read_records(path, read_row) if path else []
     if not any("messages" in row for row in rows):
         return
-    if not utils.load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
+    if not load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
         raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
 
 
@@ -190,12 +193,12 @@ def check_layout(loop: Loop, play: Namespace, game: Game) -> None:
         return
     foreign = []  # of other people, or of tools/controls.py
     for path in loop.of("imitation").train_data_path or ():
-        record = utils.rows_record(path)
+        record = rows_record(path)
         made = read_json(record)["settings"] if record.is_file() else {}
         if "prompt_templates" not in made:
             foreign.append(path)
             continue
-        of_play = (chat, play.thinking, utils.files_setting(prompt_file)["sha256"])
+        of_play = (chat, play.thinking, files_setting(prompt_file)["sha256"])
         if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
             how = f"its chat template, thinking or prompts are not those of play ({loop.model}, {prompt_file})"
             raise UserError(f"{path}: {how}")
@@ -210,7 +213,7 @@ def is_finished(model: Path) -> bool:
 
 def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
     """Raise UserError for rows of games that hold none of play's rules; warn of rows that hold no game."""
-    rows = bare([utils.read_records(path) for path in paths])
+    rows = bare([read_records(path) for path in paths])
     # The first prompt of each game has this text, in the authors' rows too.
     if bare(prompts.NO_HISTORY) not in rows:
         logger.warning("%s: no record says how these rows were made; are their prompts those of play?", paths)
@@ -227,7 +230,7 @@ def template_digest(model: str, play: Namespace) -> str:
     """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
     from tools.games.chat import ChatTemplate  # brings transformers
 
-    tokenizer = utils.load_tokenizer(model, trust_remote_code=play.trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=play.trust_remote_code)
     return ChatTemplate(tokenizer, model, play.thinking).sha256
 
 

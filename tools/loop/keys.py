@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import utils
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
+from tools.common.errors import UserError, user_errors
+from tools.common.files import ROOT
+from tools.common.flags import BOOLEANS, FlagGroup, build_parser, check_values, flag, parse_bool
 from tools.controls import CONTROLS, Control
-from tools.flags import FlagGroup, build_parser, check_values, flag
-from utils import ROOT, UserError
 
 AUTO = "auto"
 NONE = "none"
@@ -39,9 +39,9 @@ def whole_number_or_auto(text: str) -> int | str:
 
 def boolean_or_auto(text: str) -> bool | str:
     """The `type` of `gradient_checkpointing`."""
-    if text != AUTO and text.lower() not in utils.BOOLEANS:
+    if text != AUTO and text.lower() not in BOOLEANS:
         raise ArgumentTypeError(f"expected auto, True or False, got {text!r}")
-    return text if text == AUTO else utils.parse_bool(text)
+    return text if text == AUTO else parse_bool(text)
 
 
 @dataclass(kw_only=True)
@@ -331,7 +331,7 @@ def to_value(name: str, value: Any, *, split: bool) -> Value | None:
     if isinstance(value, list):
         return [to_text(name, one) for one in value]
     if split:
-        with utils.user_errors(name, ValueError):
+        with user_errors(name, ValueError):
             return [to_text(name, one) for one in shlex.split(value)] or None
     return to_text(name, value) or None
 

@@ -12,10 +12,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-import utils
+from tools.common.errors import UserError
+from tools.common.files import ROOT, read_json
+from tools.common.models import model_folder
+from tools.common.programs import run_program
+from tools.common.ranks import check_gpus
 from tools.loop.keys import AUTO, NONE
 from tools.loop.stages import environment
-from utils import ROOT, UserError, read_json
 
 
 @dataclass
@@ -66,7 +69,7 @@ def answer(question: Question) -> dict:
     }
     chosen |= {name: getattr(question, name) for name in chosen if getattr(question, name) != AUTO}
     if gpus:
-        utils.check_gpus(gpus, processes=chosen["processes"])
+        check_gpus(gpus, processes=chosen["processes"])
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
         if question.deepspeed == AUTO:
             chosen["deepspeed"] = choose_deepspeed(question, chosen["processes"] * question.machines, memory)
@@ -109,7 +112,7 @@ def check_match(question: Question, precision: str, memory: int) -> None:
 
 def count_parameters(model: str) -> float:
     """The parameters of a model, by the bytes of its safetensors."""
-    folder = utils.model_folder(model)
+    folder = model_folder(model)
     config = read_json(folder / "config.json")
     bytes_of_one = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / bytes_of_one
@@ -120,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    utils.run_program(main)
+    run_program(main)

@@ -14,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+from tools.common.errors import UserError
+from tools.common.programs import run_program
 from tools.loop.keys import Settings
 from tools.loop.settings import read_argument
 from tools.loop.stages import STOPPING, Stages, say
-from utils import UserError, run_program
 
 # The world and the loop of QUICK=1. Its model wins hardly a game, so it learns from all messages.
 QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import utils
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_words, write_json, write_words
+from tools.common.records import made_by
 from tools.loop.keys import OWN, Loop, Settings, flags_of, parser_of
 from tools.players.flags import PlayFlags
-from utils import UserError, read_json
 
 FORMAT = 2  # of OUTPUT/settings.json
 # Settings of the loop itself that say how a machine computes. `precision` is none of them, because it changes results.
@@ -151,7 +152,7 @@ def check_record(loop: Loop, words: list[str]) -> None:
         phrases = "; ".join(f"{name}: {then.get(name)} then, {now.get(name)} now" for name in different)
         way = f"take another output, or delete {path} if no finished stage used them"
         raise UserError(f"{path}: made with other settings ({phrases}); {way}")
-    if "play" in begun and words_path.is_file() and utils.read_words(words_path) != words:
+    if "play" in begun and words_path.is_file() and read_words(words_path) != words:
         way = f"put the list back, or delete the folders episodes in {folder}"
         raise UserError(f"words={loop.words}: {words_path} has other words, with which games were played; {way}")
 
@@ -188,11 +189,11 @@ def write_record(loop: Loop, words: list[str]) -> None:
     changed code.
     """
     folder = Path(loop.output)
-    record = {"format": FORMAT, "settings": loop.settings(), "made_by": utils.made_by()}
+    record = {"format": FORMAT, "settings": loop.settings(), "made_by": made_by()}
     if loop.like:
         record["like"] = loop.settings_of_like
-    utils.write_json(folder / "settings.json", record)
-    utils.write_words(folder / "words.txt", words)
+    write_json(folder / "settings.json", record)
+    write_words(folder / "words.txt", words)
 
 
 def read_record(folder: str | Path) -> dict:

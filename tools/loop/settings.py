@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import utils
-from tools.flags import parse_flags
+from tools.common.errors import UserError
+from tools.common.files import ROOT, read_json, read_text
+from tools.common.flags import parse_flags
 from tools.loop.keys import (
     OWN,
     PROGRAMS,
@@ -22,7 +23,6 @@ from tools.loop.keys import (
     with_equals,
 )
 from tools.loop.record import THIS_MACHINE, begun_stages, differs, is_free, read_record, with_output
-from utils import ROOT, UserError, read_json
 
 DEFAULTS = ROOT / "configs" / "default.toml"
 NEEDED = ("model", "words", "output")
@@ -65,7 +65,7 @@ def read_argument(argument: str) -> Settings:
 
 def read_file(path: str | Path) -> Settings:
     """The settings of a TOML file. Keys above its tables come first, so a key of a table counts more."""
-    text = utils.read_text(path)
+    text = read_text(path)
     try:
         tree = tomllib.loads(text, parse_float=str)
     except tomllib.TOMLDecodeError as error:

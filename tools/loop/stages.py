@@ -23,7 +23,10 @@ from typing import NoReturn
 
 import psutil
 
-from utils import INTERRUPTED, LAUNCHER_VARIABLES, ROOT, UserError, printable
+from tools.common.errors import UserError, printable
+from tools.common.files import ROOT
+from tools.common.programs import INTERRUPTED
+from tools.common.ranks import LAUNCHER_VARIABLES
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
 TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM

@@ -20,11 +20,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tools.common.models import whole_characters
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
 from tools.selfplay.rewards import game_result
-from utils import whole_characters
 
 if TYPE_CHECKING:
     from tools.engine.local import LocalModel

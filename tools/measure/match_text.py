@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from tools.common.files import read_json_or_jsonl, write_json, write_text
 from tools.games.game import Game
 from tools.measure.estimates import with_interval
 from tools.measure.matches import ALL, BOTH, RATES, result_rows
-from utils import read_json_or_jsonl, write_json, write_text
 
 RESULTS = "matches.json"
 TABLE = "matches.txt"

@@ -10,7 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from utils import LAUNCHER_VARIABLES, UserError, model_folder, read_json
+from tools.common.errors import UserError
+from tools.common.files import read_json
+from tools.common.models import model_folder
+from tools.common.ranks import LAUNCHER_VARIABLES
 
 TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
 LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tools.common.errors import UserError
 from tools.measure.estimates import UNKNOWN, markdown
-from utils import UserError
 
 MEAN = "geometric mean"  # a column of the table
 

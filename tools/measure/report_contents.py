@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.common.errors import UserError
+from tools.common.files import read_json, read_json_or_jsonl
 from tools.games.game import Game
 from tools.selfplay.episodes import summary
 from tools.selfplay.rewards import check_episodes
-from utils import UserError, read_json, read_json_or_jsonl
 
 SAMPLE = 200  # games to be read from each file of games: the page itself holds them
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tools.common.flags import flag
 from tools.engine.flags import EngineFlags
-from tools.flags import GameFlags, flag
+from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.players.player import Sampling
 from tools.players.server import ServerFlags

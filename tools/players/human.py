@@ -5,9 +5,10 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from tools.common.errors import UserError, printable
+from tools.common.ranks import world_size
 from tools.games.game import Game, History
 from tools.players.player import STOP, Player, Reply, Turn
-from utils import UserError, printable, world_size
 
 with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
     import readline  # noqa: F401

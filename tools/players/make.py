@@ -17,6 +17,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from tools.common.models import model_folder, model_setting
+from tools.common.ranks import on_rank_0, rank, world_size
+from tools.common.records import Stage
 from tools.engine.flags import AUTO, ENGINES, SLOTS, VLLM
 from tools.engine.vllm import INSTALL, has_vllm
 from tools.games.game import Game, load_member, member_setting
@@ -24,7 +27,6 @@ from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
-from utils import Stage, model_folder, model_setting, on_rank_0, rank, world_size
 
 if TYPE_CHECKING:
     from tools.engine.local import Engine, StartEngine  # bring torch

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from tools.flags import FlagGroup, flag
+from tools.common.errors import UserError
+from tools.common.flags import FlagGroup, flag
+from tools.common.models import without
 from tools.games import prompts
 from tools.games.game import Game, History
-from utils import UserError, without
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from tools.flags import flag
+from tools.common.errors import UserError, printable, require, user_errors
+from tools.common.flags import flag
+from tools.common.models import whole_characters
+from tools.common.ranks import warn_on_rank_0
 from tools.players.player import (
     LENGTH,
     STOP,
@@ -20,7 +23,6 @@ from tools.players.player import (
     draw_seed,
     join_thought,
 )
-from utils import UserError, printable, require, user_errors, warn_on_rank_0, whole_characters
 
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
+from tools.common.files import write_json, write_records
+from tools.common.ranks import barrier, on_rank_0, rank, world_size
 from tools.games.game import Game
 from tools.players.player import LENGTH, thought_is_open
-from utils import barrier, on_rank_0, rank, world_size, write_json, write_records
 
 UNFINISHED = 3  # exit status if games are missing that the same command can play
 logger = logging.getLogger(__name__)

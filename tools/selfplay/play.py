@@ -11,13 +11,16 @@ from contextlib import closing
 
 from tqdm import tqdm
 
+from tools.common.errors import UserError, printable
+from tools.common.models import without
+from tools.common.programs import INTERRUPTED
+from tools.common.ranks import rank, world_size
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.flags import PlayFlags
 from tools.players.make import NoteEngines, make_players
 from tools.players.player import STOP, Player, ReplyUnavailable, Turn, reply_without, thought_is_open
 from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens
-from utils import INTERRUPTED, UserError, printable, rank, without, world_size
 
 logger = logging.getLogger(__name__)
 OnEpisode = Callable[[Episode], None]  # called with each game that has ended

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.flags import FlagGroup, flag
+from tools.common.errors import UserError, user_errors
+from tools.common.flags import FlagGroup, flag
 from tools.games.game import EPISODE_KEYS, Game
-from utils import UserError, user_errors
 
 # Values of --messages:
 WINNER = "winner"

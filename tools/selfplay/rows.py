@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from tools.flags import FlagGroup, flag
+from tools.common.errors import UserError
+from tools.common.files import read_records
+from tools.common.flags import FlagGroup, flag
+from tools.common.models import load_tokenizer, without
+from tools.common.rowformats import alpaca_texts, alpaca_to_row, read_row
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
 from tools.players.player import join_thought, reply_without
@@ -19,15 +23,6 @@ from tools.selfplay.rewards import (
     message_rewards,
     role_payments,
     role_weights,
-)
-from utils import (
-    UserError,
-    alpaca_texts,
-    alpaca_to_row,
-    load_tokenizer,
-    read_records,
-    read_row,
-    without,
 )
 
 if TYPE_CHECKING:

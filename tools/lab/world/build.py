@@ -12,23 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tools.flags import FlagGroup, flag, parse_flags
+from tools.common.files import ROOT, write_records, write_words
+from tools.common.flags import FlagGroup, flag, parse_flags
+from tools.common.models import make_weights_readable
+from tools.common.programs import run_program, run_python
+from tools.common.records import files_setting, stage
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
 from tools.lab.world.players import LEXICON, Lexicon, Skill, fact_rows, load_lexicon, speak
 from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
-from utils import (
-    ROOT,
-    files_setting,
-    make_weights_readable,
-    run_program,
-    run_python,
-    stage,
-    write_records,
-    write_words,
-)
 
 # For another game change GAME, PROMPTS and MAX_TURNS here, and write its speakers in tools/lab/world/players.py. Then
 # --game must go to assign_rewards in `write_data`, to evaluate_belief in `belief_among_all` of

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tools.common.files import ROOT
 from tools.games.game import History
 from tools.games.taboo import ATTACKER
 from tools.players.player import Turn
-from utils import ROOT
 
 # With more or fewer words the measures of belief get other names than "log_share among 40", which
 # configs/arms/hints.toml and configs/arms/tiny.toml compare (`belief_numbers` in tools/lab/table.py).

@@ -8,18 +8,19 @@ importing it takes seconds. Only train.py uses it, because its flags extend the 
 import argparse
 import dataclasses
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ge, gt, le
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from tools.games import prompts
-from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
-from utils import UserError, files_setting, parse_bool, with_values
+from tools.common.errors import UserError
 
 T = TypeVar("T")
 BOUNDS = {"at_least": ge, "above": gt, "at_most": le}  # of a flag's value
+BOOLEANS = ("true", "false")
 by_name = attrgetter("name")
 
 
@@ -196,32 +197,22 @@ def named_path(text: str) -> NamedPath:
 NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name}  # settings of a `flag`
 
 
-@dataclass(kw_only=True)
-class GameChoice(FlagGroup):
-    group = "the game"
+def with_values(argv: Iterable[str], booleans: Collection[str]) -> list[str]:
+    """A command line in which each of these flags that stands without True or False has the value True.
 
-    game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
-    game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
+    So `--x` means `--x True`, and `--x FOLDER` leaves the folder to the program.
+    """
+    argv = list(argv)
+    filled = []
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        filled.append(argument)
+        if argument in booleans and following.lower() not in BOOLEANS:
+            filled.append("True")
+    return filled
 
-    def load_game(self) -> Game:
-        return load_game(self.game, **self._options())
 
-    def _options(self) -> dict[str, str]:
-        return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}
-
-
-@dataclass(kw_only=True)
-class GameFlags(GameChoice):
-    group = "the game"
-
-    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
-
-    def load_templates(self, game: Game) -> prompts.Templates:
-        return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
-
-    def game_settings(self, game: Game) -> dict:
-        prompt_file = files_setting(self.prompt_templates or game.prompt_file)
-        settings = {"game": {"name": game.name, "options": self._options()}, "prompt_templates": prompt_file}
-        if ":" in self.game:  # of the user, who may have changed it since
-            settings["game_file"] = member_setting(self.game)
-        return settings
+def parse_bool(text: str) -> bool:
+    """The `type` of boolean flags."""
+    if text.lower() not in BOOLEANS:
+        raise ArgumentTypeError(f"expected True or False, got {text!r}")
+    return text.lower() == "true"

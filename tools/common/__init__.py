@@ -1,0 +1,1 @@
+"""What all programs share. No file here imports another room."""

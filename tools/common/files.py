@@ -1,0 +1,190 @@
+"""Text, JSON and word lists: reading them, and writing them so that readers see a whole file."""
+
+import functools
+import glob
+import gzip
+import json
+import os
+import re
+import tempfile
+import unicodedata
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from tools.common.errors import UserError, user_errors
+
+ROOT = Path(__file__).resolve().parents[2]
+JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
+AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
+DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
+StrPath = str | os.PathLike
+T = TypeVar("T")
+
+
+def read_text(path: StrPath) -> str:
+    """The text of a file, which may be gzipped, without a byte order mark. UserError if it is not UTF-8."""
+    try:
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text in UTF-8; save it as UTF-8") from None
+
+
+def read_json(path: StrPath):
+    """The content of a JSON file. UserError if it is not JSON."""
+    return _parse(read_text(path), path)
+
+
+def read_json_or_jsonl(path: StrPath, make: Callable[[dict], Any] = dict) -> list:
+    """`make` of each object of a JSON list, or of a file with one object a line.
+
+    UserError names a line that is not JSON, a row that is no object, and a row of which `make` raises one.
+    """
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        records = _parse(text, path)
+    else:  # not splitlines: a reply may hold U+2028
+        lines = enumerate(text.split("\n"), start=1)
+        records = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    return _made(path, records, make)
+
+
+def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T]:
+    """`make` of each record. UserError names a row that is no object, and one of which `make` raises a UserError."""
+    made = []
+    for number, record in enumerate(records, start=1):
+        with user_errors(f"{path}: row {number}", UserError):
+            if not isinstance(record, dict):
+                raise UserError("not a JSON object")
+            made.append(make(record))
+    if not made:
+        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
+    return made
+
+
+def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
+    """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
+
+    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read. For another split or
+    subset of a data set, write it to a file of your own: a name has no place for it.
+
+    `rows_setting` shows a further start whether a file of rows, or the commit of a data set, has changed.
+    """
+    path = Path(name)
+    if path.exists() and path.suffix != ".parquet":
+        return read_json_or_jsonl(name, make)
+    import datasets
+
+    if path.exists():
+        source = {"path": "parquet", "data_files": glob.escape(str(name))}
+    else:
+        source = {"path": str(data_folder(str(name)))}
+    datasets.disable_progress_bars()
+    # Its copy of the data would stand for whatever lies at this path later, so it does not outlive this call.
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            why = str(error.__cause__ or error).partition("\n")[0]
+            raise UserError(f"{name}: `datasets` cannot read it: {why}") from error
+        return _made(name, (_without_nulls(record) for record in records), make)
+
+
+@functools.cache
+def data_folder(name: str) -> Path:
+    """A local copy of the hub's data set OWNER/NAME, in the cache of huggingface_hub. UserError if there is none."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).suffix in DATA_FILES:
+        raise UserError(f"{name}: no such file")
+    from huggingface_hub import snapshot_download
+
+    with user_errors(f"{name}: no such file, and no such data set on the hub or in its cache", OSError, ValueError):
+        return Path(snapshot_download(name, repo_type="dataset"))
+
+
+def _without_nulls(value):
+    """A value of an Arrow table without the fields that are null: all rows have all fields that any row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _parse(text: str, where: StrPath):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+
+
+def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
+    """The words of a file, one a line, without blanks and invisible characters (a byte order mark) at their ends.
+
+    UserError names the line of a word that holds an invisible character, with which no said word would be equal, or
+    that `check` refuses by ValueError.
+    """
+    words = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if word := line.strip(AROUND_WORDS):
+            with user_errors(f"{path}:{number}", ValueError, UserError):
+                _check_visible(line, word)
+                check(word)
+            words.append(word)
+    if not words:
+        raise UserError(f"{path}: no words; expected one a line")
+    return words
+
+
+def _check_visible(line: str, word: str) -> None:
+    """Raise UserError for a format character inside a word, such as U+200B; it names its position in the line."""
+    start = line.index(word)
+    for position, character in enumerate(word, start=start + 1):
+        if unicodedata.category(character) == "Cf" and character not in JOINERS:
+            code = f"U+{ord(character):04X}"
+            raise UserError(f"character {position} is the invisible {code}, which nobody says; delete it")
+
+
+@contextmanager
+def replacing(path: StrPath) -> Iterator[IO[bytes]]:
+    """Open a file for writing so that readers see the old file or the whole new one, never a part of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: StrPath, text: str) -> None:
+    with replacing(path) as file:
+        # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: StrPath, value) -> None:
+    """Write a value as JSON, as `finite_json` makes it."""
+    write_text(path, json.dumps(finite_json(value), ensure_ascii=False, indent=2) + "\n")
+
+
+def finite_json(value):
+    """A value as JSON can hold it, which knows no NaN and no infinity: null stands for them."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+def write_words(path: StrPath, words: Iterable[str]) -> None:
+    write_text(path, "".join(f"{word}\n" for word in words))
+
+
+def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
+    """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    if str(path).endswith(".jsonl"):
+        write_text(path, "\n".join([*lines, ""]))
+    else:
+        write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")

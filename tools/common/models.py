@@ -1,0 +1,300 @@
+"""Folders of models: loading, tokenizers, special texts, the digest of a model."""
+
+import functools
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.common.errors import UserError, user_errors
+from tools.common.files import StrPath
+from tools.common.ranks import warn_on_rank_0
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
+BYTE_LEVEL = re.compile(r'"type":\s*"ByteLevel"')
+TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+# What templates that tell the date are given, so that prompts do not change from day to day: the default of Llama 3's.
+DAY = "26 Jul 2024"
+FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
+SAMPLES = 4096  # of a file of weights, which a model's digest reads
+SAMPLE_BYTES = 4096  # the length of a sample
+# Files that training writes beside a model. They do not change what the model says.
+RECORDS = {
+    "README.md",
+    "settings.json",
+    "complete",
+    "trainer_state.json",
+    "training_args.bin",
+    "train_results.json",
+    "eval_results.json",
+    "all_results.json",
+}
+# Encoders that transformers loads as causal language models too. They read ahead unless `is_decoder` is true.
+ENCODERS = {
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+
+
+def chat_text(tokenizer, messages: list[dict], **options) -> str:
+    """Messages in the tokenizer's chat template, on a fixed day; `options` are those of `apply_chat_template`."""
+    template = tokenizer.get_chat_template()
+    template = (FIXED_DAY if "strftime_now" in template else "") + template
+    options |= {"chat_template": template, "date_string": DAY, "tokenize": False}
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD in the place of each half surrogate pair, which no tokenizer reads."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+@functools.cache
+def model_folder(name: str) -> Path:
+    """A model's folder: `name` itself, or a local copy of the hub's model of this name.
+
+    UserError if it holds no model, or a model and an adapter.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        with user_errors(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
+            folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
+    has_config = (folder / "config.json").is_file()
+    has_adapter = (folder / "adapter_config.json").is_file()
+    if has_config and has_adapter:  # transformers would add the adapter to weights that may hold it already
+        remedy = "take it out if the weights are merged, or give the folder merged/ of the training"
+        raise UserError(f"{folder}: adapter_config.json lies beside a whole model; {remedy}")
+    if has_adapter:
+        remedy = "give the folder merged/ inside it, which train.py writes with --lora_merge True"
+        raise UserError(f"{folder}: an adapter (adapter_config.json, no config.json), not a model; {remedy}")
+    if not has_config:
+        raise UserError(f"{folder}: no config.json; this is not a model folder")
+    return folder
+
+
+def public_name(name: str) -> str:
+    """What to call a model or a file in what leaves this machine: as the user did, but for the folders above it.
+
+    The name of a folder begins with "./", so that nobody takes it for a model of the hub.
+    """
+    path = Path(name)
+    shown = path.name if path.is_absolute() else name
+    return f"./{shown}" if path.is_dir() and not shown.startswith(".") else shown
+
+
+def from_folder(auto, name: StrPath, **options):
+    """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
+    folder = model_folder(str(name))
+    with user_errors(folder, ValueError, ImportError):
+        try:
+            return auto.from_pretrained(folder, **options)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise UserError(f"{folder}: has code of its own; --trust_remote_code True runs it") from error
+            raise
+
+
+def load_model(name: StrPath, **options):
+    """A causal language model in eval mode, from safetensors: weights that are pickled could run code.
+
+    To read pickled weights (*.bin), load them once by transformers and call `save_pretrained`, which writes
+    safetensors. Or take `use_safetensors` out here, and add their names to MODEL_FILES.
+
+    UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # "Loading weights"
+    options |= {"use_safetensors": True, "output_loading_info": True}
+    model, report = from_folder(AutoModelForCausalLM, name, **options)
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
+    if reads_ahead(model.config):
+        kind = f"by its config.json this {model.config.model_type} reads what follows a token"
+        raise UserError(f"{name}: {kind}; take a causal language model")
+    return model
+
+
+def reads_ahead(config) -> bool:
+    """Whether tokens attend to later tokens in a model of this configuration."""
+    config = config.get_text_config()
+    if not getattr(config, "is_causal", True):  # transformers' masks obey it in any model
+        return True
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # Gemma; "vision" is for images alone
+        return True
+    match config.model_type:
+        case "cpmant":
+            return True
+        case "xlm":
+            return not config.causal
+        case "xlnet":
+            return config.attn_type == "bi"
+    return config.model_type in ENCODERS and not config.is_decoder
+
+
+class Positions:
+    """How many positions a model has, by its configuration, and whether a table holds them: none lies behind it."""
+
+    def __init__(self, model):
+        self.most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.in_table = any(self._is_table(name, module) for name, module in model.named_modules())
+        self.warned = False
+
+    def _is_table(self, name: str, module) -> bool:
+        """Whether this is the embedding of the text's positions: OPT's and BART's tables have two rows more."""
+        rows = getattr(module, "num_embeddings", None)
+        last_name = name.rpartition(".")[2]
+        is_named_so = "position" in last_name or last_name == "wpe"
+        return is_named_so and self.most is not None and rows in range(self.most, self.most + 3)
+
+    def check(self, what: str, tokens: int) -> None:
+        """UserError for more tokens than a table of positions holds. A warning, once, for rotary positions."""
+        if self.most is None or tokens <= self.most or self.warned:
+            return
+        if self.in_table:
+            remedy = f"--max_length {self.most} cuts what is longer"
+            raise UserError(f"{what}: {tokens} tokens, and the model has {self.most} positions; {remedy}")
+        self.warned = True
+        warn_on_rank_0("%s: %d tokens, and the model's config.json says %d positions", what, tokens, self.most)
+
+
+def make_weights_readable(folder: StrPath) -> None:
+    """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in Path(folder).glob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
+def check_token(token: int, tokenizer, vocab_size: float) -> None:
+    """Raise UserError for a token that a model with embeddings of `vocab_size` tokens lacks."""
+    if token >= vocab_size:
+        text = tokenizer.convert_ids_to_tokens(int(token))
+        raise UserError(f"the model has {vocab_size} tokens, not token {token} ({text}); is the tokenizer its own?")
+
+
+def load_tokenizer(name: str, **options):
+    """A model's tokenizer, never by mistral-common, which reads tekken.json and gives "[INST]" other ids."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = from_folder(AutoTokenizer, name, mistral_format=False, **options)
+    file = model_folder(name) / "tokenizer.json"
+    is_llama = type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file()
+    if is_llama and BYTE_LEVEL.search(file.read_text("utf-8")):
+        # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks.
+        # This goes when requirements.txt asks for transformers 5.24.
+        options.pop("trust_remote_code", None)
+        return PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
+    return tokenizer
+
+
+def special_texts(tokenizer) -> frozenset[str]:
+    """The texts that this tokenizer reads as special tokens, wherever they stand."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return frozenset(filter(None, [*added, *tokenizer.all_special_tokens]))
+
+
+def without(texts: frozenset[str], text: str) -> str:
+    """A text without any of these texts, also without those that are only there once others have been taken out."""
+    if texts:
+        while (shorter := _any_of(texts).sub("", text)) != text:
+            text = shorter
+    return text
+
+
+@functools.lru_cache(maxsize=16)
+def _any_of(texts: frozenset[str]) -> re.Pattern:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def model_setting(name: str) -> dict:
+    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
+
+    Each start asks for it, and would wait while all weights of a large model are read. Training changes weights all
+    over the file, so samples show it.
+    """
+    folder = model_folder(name)
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
+            continue
+        size = path.stat().st_size
+        stride = max(SAMPLE_BYTES, size // SAMPLES) if path.suffix in WEIGHTS else SAMPLE_BYTES
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for start in range(0, size, stride):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
+    return {"path": name, "sha256": digest.hexdigest()} | commit
+
+
+def load_for_training(name: str, args) -> "PreTrainedModel":
+    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains.
+
+    Policy, reference, and the base of `merge_lora` in train.py are all loaded here. To load weights in another form,
+    such as 4 bits for QLoRA, change it here, and also `choose_deepspeed` in tools/loop/machine.py, which counts bytes.
+    `merge_lora` must still load them in full, because play and the next epoch load the model that it writes.
+    """
+    model = load_model(
+        name,
+        trust_remote_code=args.trust_remote_code,
+        dtype=args.weights_dtype,
+        attn_implementation=args.attn_implementation,
+    )
+    if model.generation_config is not None:
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
+            model.generation_config.do_sample = True
+    restore_rope(model)
+    freeze_all_but_text(model)
+    return model
+
+
+def restore_rope(model: "PreTrainedModel") -> None:
+    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
+    # This function goes when requirements.txt asks for transformers 5.23.
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.float())
+            model._init_weights(module)
+
+
+def freeze_all_but_text(model: "PreTrainedModel") -> None:
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains.
+
+    To freeze more, such as embeddings or the first layers, call `requires_grad_(False)` in `load_model`, behind this.
+    A flag for it is a field of SPAGArguments and a name in COMPARED (both in arguments.py).
+    """
+    if model.config.get_text_config() is model.config:
+        return
+    parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))
+    text = {id(weights) for part in parts for weights in part.parameters()}
+    for weights in model.parameters():
+        weights.requires_grad_(weights.requires_grad and id(weights) in text)

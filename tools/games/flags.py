@@ -1,0 +1,39 @@
+"""Which game is played: the flags that name it, its options and its prompt file."""
+
+from dataclasses import dataclass
+
+from tools.common.flags import FlagGroup, flag
+from tools.common.records import files_setting
+from tools.games import prompts
+from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
+
+
+@dataclass(kw_only=True)
+class GameChoice(FlagGroup):
+    group = "the game"
+
+    game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
+    game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
+
+    def load_game(self) -> Game:
+        return load_game(self.game, **self._options())
+
+    def _options(self) -> dict[str, str]:
+        return {key: value for key, _, value in (text.partition("=") for text in self.game_options)}
+
+
+@dataclass(kw_only=True)
+class GameFlags(GameChoice):
+    group = "the game"
+
+    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
+
+    def load_templates(self, game: Game) -> prompts.Templates:
+        return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
+
+    def game_settings(self, game: Game) -> dict:
+        prompt_file = files_setting(self.prompt_templates or game.prompt_file)
+        settings = {"game": {"name": game.name, "options": self._options()}, "prompt_templates": prompt_file}
+        if ":" in self.game:  # of the user, who may have changed it since
+            settings["game_file"] = member_setting(self.game)
+        return settings
