@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, finish, start
 
-# A room may import those before it. "flags" is a file, "make" stands for the files of players that know the engines,
+# A room may import those before it. "make" stands for the files of players that know the engines,
 # "spag" is the page of pieces. Nothing imports lab and examples.
-ROOMS = "utils, games, flags, players, engine, make, selfplay, measure, programs spag, loop, lab examples"
+ROOMS = "common, games, players, engine, make, selfplay, measure, programs spag, loop, lab examples"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag"}  # pieces for people
@@ -43,11 +43,13 @@ def imports(path: Path) -> set[str]:
 
 def may_import(path: Path, own: str, other: str) -> bool:
     if path.stem == "run_spag":  # the program of the loop, which starts all others
-        return other in ("loop", "utils")
-    if own == "utils" or own in TRAINING:
-        return other in TRAINING | {"utils"}  # the training side imports nothing of tools/
+        return other in ("loop", "common")
+    if own == "utils" or other == "utils":  # names for scripts of others
+        return own == "utils" and other == "common"
+    if own in TRAINING:
+        return other in TRAINING | {"common"}
     if other in TRAINING:
-        return path.stem in TAKES_LOSSES | TAKES_PARSER  # else tools/ imports only utils of the training side
+        return path.stem in TAKES_LOSSES | TAKES_PARSER
     return HEIGHT[other] < HEIGHT[own]
 
 
@@ -98,18 +100,3 @@ def test_neither_a_test_nor_what_it_starts_sees_a_gpu():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     show = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     assert finish(start([sys.executable, "-c", show])) == "''\n"
-
-
-NAMED_PATH = re.compile(r"\b(?:tools|tests|configs)/(?!x\.py)[\w/]+\.(?:py|md|toml)\b")
-TOP_LEVEL = "train|trainers|dataloaders|arguments|utils"
-NAME_IN_FILE = re.compile(rf"`(\w[\w.]*)`(?: in| \() ?((?:tools/[\w/]+|{TOP_LEVEL})\.py)")
-COMMENTED = [*ROOT.glob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("configs/*.toml")]
-
-
-@pytest.mark.parametrize("path", sorted(COMMENTED), ids=lambda path: path.stem)
-def test_the_places_that_comments_name_are_there(path):
-    text = re.sub(r"\n\s*#? ?", " ", path.read_text(encoding="utf-8"))  # a comment goes on in the next line
-    assert [named for named in NAMED_PATH.findall(text) if not (ROOT / named).is_file()] == []
-    for name, file in NAME_IN_FILE.findall(text):
-        code = (ROOT / file).read_text(encoding="utf-8")
-        assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), (name, file)

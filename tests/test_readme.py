@@ -14,12 +14,12 @@ from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import assign_rewards, play_llm_game, spag
+from tools.common.files import read_json_or_jsonl, write_json
 from tools.lab.study import read_study
 from tools.loop.keys import TRAININGS, expand
 from tools.loop.settings import read_file, read_loop
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
-from utils import read_json_or_jsonl, write_json
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -162,7 +162,7 @@ def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a
 
 
 def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_terminal_open(tmp_path):
-    (tmp_path / "program").write_text('#!/bin/sh\ncase $1 in *play*) exit 3 ;; esac\n')
+    (tmp_path / "program").write_text("#!/bin/sh\ncase $1 in *play*) exit 3 ;; esac\n")
     (tmp_path / "program").chmod(0o755)
     code = shell_loop(str(tmp_path / "program"), "models/imitation")
     assert "set -e" not in code
@@ -299,31 +299,3 @@ def test_the_game_of_the_readme_is_played_and_pays(tmp_path, monkeypatch):
     assert sum(row["reward"] for row in rows) == pytest.approx(29)
     assert {row["role"]: row["weight"] for row in rows} == {"first": 29 / (2 * 21), "second": 29 / (2 * 8)}
     assert all(re.fullmatch(r"I take [1-3]\.", row["target"]) and "stick" in row["query"] for row in rows)
-
-
-def rows_of_the_map(title: str) -> list[str]:
-    section = TEXTS["tools/README.md"].partition(f"## {title}\n")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 10
-    return rows
-
-
-def test_the_functions_that_a_thing_goes_through_are_in_the_files_of_its_row():
-    for row in rows_of_the_map("Follow one thing"):
-        spans = set(re.findall(r"`([^`]+)`", row))
-        paths = {span for span in spans if "/" in span or span.endswith(".py")}
-        code = "".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
-        names = {name for span in spans - paths for name in span.split(".")}
-        defined = r"\b(def|class) {0}\b|^{0}\b|self\.{0}\b"
-        assert [name for name in names if not re.search(defined.format(name), code, re.MULTILINE)] == [], row
-
-
-def test_the_places_that_a_change_touches_are_there():
-    for row in rows_of_the_map("What a change touches"):
-        spans = set(re.findall(r"`([^`]+)`", row))
-        paths = {span for span in spans if "/" in span or span.endswith(".py")}
-        assert [path for path in paths if not (ROOT / path).exists()] == []
-        names = {name for span in spans - paths for name in span.split(".")}
-        names |= set(re.findall(r"\b[A-Z_]{4,}\b", re.sub(r"`[^`]+`", "", row)))
-        code = "".join((ROOT / path).read_text() for path in paths if (ROOT / path).is_file())
-        assert [name for name in names if name not in code] == []
