@@ -111,6 +111,25 @@ def test_an_edge_of_a_word_that_is_no_letter_may_touch_letters():
 
 
 @pytest.mark.parametrize(
+    "text, outcome",
+    [
+        ("I know the word! It is `pear`!", taboo.TIED),
+        ("An apple? I know the word! It is `pear`!", taboo.TIED),  # the guess alone decides
+        ("I know the word! It is `apple`!", taboo.DEFENDER_WINS),
+        ("An apple", taboo.ATTACKER_WINS),  # said, not guessed
+    ],
+)
+def test_a_wrong_guess_may_tie_the_game_at_its_message_and_pay_nobody(text, outcome):
+    game = taboo.Taboo(wrong_guess="tie")
+    history = messages(game, "Hm?", text, "Go on", "An apple")
+    verdict = game.judge(history, "apple", 3)
+    assert verdict == (outcome, 2)
+    assert game.is_over(history[:2], "apple", 3)
+    winner = {taboo.DEFENDER_WINS: "defender", taboo.ATTACKER_WINS: "attacker"}.get(outcome)
+    assert game.rewards("apple", history[:2], outcome) == ({winner: 1.0} if winner else {})
+
+
+@pytest.mark.parametrize(
     "change, place",
     [
         ({"history": [{"role": "Attacker", "content": "x"}]}, "message 0: "),

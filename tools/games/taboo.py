@@ -26,6 +26,9 @@ TIED = "tied game"
 SUBSTRING = "substring"
 WHOLE_WORD = "word"
 MATCHES = (SUBSTRING, WHOLE_WORD)
+LOSS = "loss"
+TIE = "tie"
+WRONG_GUESSES = (LOSS, TIE)
 
 # For lower-cased text. As released, a form of the word begins 1 to 8 characters behind "it", which leaves room for
 # " is `" and the like. The lookahead takes no characters, so a second guess that begins among them is found too.
@@ -40,6 +43,9 @@ HALF_A_GUESS = "i know the word"
 
 class Taboo(Game):
     """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not.
+
+    A wrong guess of the defender ends the game: with `wrong_guess` "loss", as released, the attacker wins; with "tie"
+    nobody does, so that vague hints which provoke a wrong guess pay nothing.
 
     A third value goes into MATCHES. `_says` looks for a form in a message by it, `_is_at` in a guess, and `marks` for
     the report (by `_pattern`).
@@ -63,10 +69,13 @@ class Taboo(Game):
     )
     example_task = "word"
 
-    def __init__(self, match: str = SUBSTRING):
+    def __init__(self, match: str = SUBSTRING, wrong_guess: str = LOSS):
         if match not in MATCHES:
             raise UserError(f"match is {match!r}; it must be one of {', '.join(MATCHES)}")
+        if wrong_guess not in WRONG_GUESSES:
+            raise UserError(f"wrong_guess is {wrong_guess!r}; it must be one of {', '.join(WRONG_GUESSES)}")
         self.match = match
+        self.wrong_guess = wrong_guess
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         return {"target_word": task} if role == ATTACKER else {}
@@ -75,13 +84,15 @@ class Taboo(Game):
         """A defender's guess alone decides, whatever else the message says; else a form of the word does.
 
         The guess comes first because a right one says the word, which alone would lose the game. A wrong
-        guess loses at once, so nobody counts guesses. Of several guesses in one message one right one is enough.
+        guess ends the game, so nobody counts guesses. Of several guesses in one message one right one is enough.
         """
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
         guesses = GUESS_START.search(text) is not None
         if role == DEFENDER and guesses:
-            return DEFENDER_WINS if self._guesses_right(text, task) else ATTACKER_WINS
+            if self._guesses_right(text, task):
+                return DEFENDER_WINS
+            return TIED if self.wrong_guess == TIE else ATTACKER_WINS
         if guesses or self._says(text, _forms(task)):
             return ATTACKER_WINS if role == DEFENDER else ATTACKER_BREAKS
         return None
