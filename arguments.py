@@ -180,6 +180,15 @@ class SPAGArguments(MethodArguments):
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return half if self.deepspeed or self.lora_rank else torch.float32
 
+    @property
+    def loading(self) -> dict:
+        """How policy, reference and the base of merged adapters are loaded."""
+        return {
+            "dtype": self.weights_dtype,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
     @cached_property
     def run_settings(self) -> dict:
         """Everything that changes the results, as `stage` compares it between two starts.

@@ -28,12 +28,12 @@ from dataloaders import SPAGCollator, TextRow, column, load_rows
 from tools.common.checkpoints import last_checkpoint
 from tools.common.errors import UserError, user_errors
 from tools.common.models import (
-    Positions,
     freeze_all_but_text,
     from_folder,
     load_for_training,
     load_tokenizer,
     make_weights_readable,
+    warn_of_positions,
 )
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
@@ -159,10 +159,8 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     eval_rows = None
     if args.eval_data_path:
         eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
-    model = load_for_training(args.model_name_or_path, args)
-    check_positions(model, args.train_data_path, train_rows)
-    if eval_rows:
-        check_positions(model, args.eval_data_path, eval_rows)
+    model = load_for_training(args.model_name_or_path, **args.loading)
+    warn_of_positions(model.config, args.max_length)
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
@@ -277,12 +275,6 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
         raise UserError(f"{files}: {avoided} rows have negative rewards. {why}; {remedy}")
 
 
-def check_positions(model: PreTrainedModel, paths: list[str], rows: Dataset) -> None:
-    """Raise UserError for rows that are longer than the model's table of positions; warn where it has none."""
-    longest = int(column(rows, "length").max())
-    Positions(model).check(f"{', '.join(paths)}: the longest row", longest)
-
-
 def vocabulary_size(args: SPAGArguments) -> int:
     """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable.
 
@@ -366,7 +358,7 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     deepspeed_integration.unset_hf_deepspeed_config()  # load the whole model, not one partitioned over ranks
     args = trainer.args
     folder = Path(args.output_dir, "merged")
-    adapted = PeftModel.from_pretrained(load_for_training(args.model_name_or_path, args), args.output_dir)
+    adapted = PeftModel.from_pretrained(load_for_training(args.model_name_or_path, **args.loading), args.output_dir)
     adapted.merge_and_unload().save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
     card = ModelCard.load(Path(args.output_dir, "README.md"))

@@ -588,7 +588,7 @@ class SPAGTrainer(Trainer):
 
     def _load_reference_model(self) -> nn.Module:
         """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
-        model = load_for_training(self.args.ref_model_name_or_path, self.args).requires_grad_(False).eval()
+        model = load_for_training(self.args.ref_model_name_or_path, **self.args.loading).requires_grad_(False).eval()
         if not is_deepspeed_zero3_enabled():
             return model.to(self.args.device)
         import deepspeed

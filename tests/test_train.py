@@ -644,10 +644,9 @@ def test_frequencies_of_rope_that_were_rounded_are_computed_anew(model, request,
         return loaded
 
     name, load = str(request.getfixturevalue(model)), AutoModelForCausalLM.from_pretrained
-    args = SimpleNamespace(trust_remote_code=False, weights_dtype=torch.float32, attn_implementation=None)
     expected = dict(load(name).named_buffers())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", rounded)
-    buffers = dict(models.load_for_training(name, args).named_buffers())
+    buffers = dict(models.load_for_training(name, dtype=torch.float32).named_buffers())
     assert any("inv_freq" in name for name in buffers)
     assert_close(buffers, expected, rtol=0, atol=0)
 
@@ -783,28 +782,12 @@ def test_models_that_cannot_be_compared_or_lack_weights_are_refused(tmp_path, mi
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
 
 
-@pytest.mark.parametrize("config", [transformers.GPT2Config, transformers.OPTConfig])
-def test_a_row_longer_than_a_table_of_positions_is_refused_by_its_own_length(tmp_path, config):
-    shape = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
-    shape |= {"ffn_dim": 64, "word_embed_proj_dim": 32} if config is transformers.OPTConfig else {}
-    model = tmp_path / "model"
-    for part in (AutoModelForCausalLM.from_config(config(**shape)), build_tokenizer()):
-        part.save_pretrained(model)
-    short, long = (write_rows(tmp_path / f"{n}.jsonl", [GAME | {"query": "q" * n}] * 8) for n in (61, 62))
-    settings = sft(short, model, max_length=2048, max_steps=1)
-    assert run(tmp_path / "fits", settings)  # 64 tokens with BOS, target and EOS
-    message = "62.jsonl.*: 65 tokens.* 64 positions; --max_length 64"
-    refused(tmp_path / "out", settings, message, train_data_path=long)
-    refused(tmp_path / "out", settings, message, eval_data_path=long)
-
-
-def test_a_row_longer_than_rotary_positions_is_one_warning(tmp_path):
+def test_a_maximum_length_beyond_the_positions_is_one_warning(tmp_path):
     for part in (build_llama(0, 260, max_position_embeddings=64), build_tokenizer()):
         part.save_pretrained(tmp_path / "model")
-    rows = write_rows(tmp_path / "rows.jsonl", [GAME | {"query": "q" * 100}] * 8)
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME] * 8)
     errors = call(train.main, *flags(tmp_path / "out", sft(rows, tmp_path / "model", max_steps=1))).errors
-    assert len(re.findall("WARNING .*: 103 tokens.* 64 positions", errors)) == 1
+    assert len(re.findall("WARNING --max_length 128, .* 64 positions", errors)) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tools.common.files import StrPath
 from tools.common.ranks import warn_on_rank_0
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
@@ -34,25 +35,6 @@ RECORDS = {
     "train_results.json",
     "eval_results.json",
     "all_results.json",
-}
-# Encoders that transformers loads as causal language models too. They read ahead unless `is_decoder` is true.
-ENCODERS = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
 }
 
 
@@ -119,10 +101,7 @@ def from_folder(auto, name: StrPath, **options):
 def load_model(name: StrPath, **options):
     """A causal language model in eval mode, from safetensors: weights that are pickled could run code.
 
-    To read pickled weights (*.bin), load them once by transformers and call `save_pretrained`, which writes
-    safetensors. Or take `use_safetensors` out here, and add their names to MODEL_FILES.
-
-    UserError if it cannot be loaded, lacks weights, or is not causal: its tokens see those that follow.
+    UserError if it cannot be loaded, lacks weights, or is a masked language model.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -132,53 +111,24 @@ def load_model(name: StrPath, **options):
     model, report = from_folder(AutoModelForCausalLM, name, **options)
     if report["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
-    if reads_ahead(model.config):
-        kind = f"by its config.json this {model.config.model_type} reads what follows a token"
-        raise UserError(f"{name}: {kind}; take a causal language model")
+    with user_errors(name, UserError):
+        check_causal(model.config)
     return model
 
 
-def reads_ahead(config) -> bool:
-    """Whether tokens attend to later tokens in a model of this configuration."""
-    config = config.get_text_config()
-    if not getattr(config, "is_causal", True):  # transformers' masks obey it in any model
-        return True
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # Gemma; "vision" is for images alone
-        return True
-    match config.model_type:
-        case "cpmant":
-            return True
-        case "xlm":
-            return not config.causal
-        case "xlnet":
-            return config.attn_type == "bi"
-    return config.model_type in ENCODERS and not config.is_decoder
+def check_causal(config) -> None:
+    """Raise UserError for a masked language model that transformers would load as a causal one: it reads ahead."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise UserError(f"a masked language model ({config.model_type}); take a causal one, or set is_decoder to true")
 
 
-class Positions:
-    """How many positions a model has, by its configuration, and whether a table holds them: none lies behind it."""
-
-    def __init__(self, model):
-        self.most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.in_table = any(self._is_table(name, module) for name, module in model.named_modules())
-        self.warned = False
-
-    def _is_table(self, name: str, module) -> bool:
-        """Whether this is the embedding of the text's positions: OPT's and BART's tables have two rows more."""
-        rows = getattr(module, "num_embeddings", None)
-        last_name = name.rpartition(".")[2]
-        is_named_so = "position" in last_name or last_name == "wpe"
-        return is_named_so and self.most is not None and rows in range(self.most, self.most + 3)
-
-    def check(self, what: str, tokens: int) -> None:
-        """UserError for more tokens than a table of positions holds. A warning, once, for rotary positions."""
-        if self.most is None or tokens <= self.most or self.warned:
-            return
-        if self.in_table:
-            remedy = f"--max_length {self.most} cuts what is longer"
-            raise UserError(f"{what}: {tokens} tokens, and the model has {self.most} positions; {remedy}")
-        self.warned = True
-        warn_on_rank_0("%s: %d tokens, and the model's config.json says %d positions", what, tokens, self.most)
+def warn_of_positions(config, max_length: int) -> None:
+    """Warn where --max_length exceeds the positions that the model was made for."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        warn_on_rank_0("--max_length %d, but the model's config.json has %d positions", max_length, positions)
 
 
 def make_weights_readable(folder: StrPath) -> None:
@@ -253,19 +203,11 @@ def model_setting(name: str) -> dict:
     return {"path": name, "sha256": digest.hexdigest()} | commit
 
 
-def load_for_training(name: str, args) -> "PreTrainedModel":
-    """Load a causal LM from safetensors in `args.weights_dtype`. Of a multimodal model only the text part trains.
-
-    Policy, reference, and the base of `merge_lora` in train.py are all loaded here. To load weights in another form,
-    such as 4 bits for QLoRA, change it here, and also `choose_deepspeed` in tools/loop/machine.py, which counts bytes.
-    `merge_lora` must still load them in full, because play and the next epoch load the model that it writes.
-    """
-    model = load_model(
-        name,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.weights_dtype,
-        attn_implementation=args.attn_implementation,
-    )
+def load_for_training(
+    name: str, *, dtype: "torch.dtype", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> "PreTrainedModel":
+    """Load a causal LM from safetensors in this dtype. Of a multimodal model only the text part trains."""
+    model = load_model(name, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation)
     if model.generation_config is not None:
         try:
             model.generation_config.validate(strict=True)
@@ -287,11 +229,7 @@ def restore_rope(model: "PreTrainedModel") -> None:
 
 
 def freeze_all_but_text(model: "PreTrainedModel") -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains.
-
-    To freeze more, such as embeddings or the first layers, call `requires_grad_(False)` in `load_model`, behind this.
-    A flag for it is a field of SPAGArguments and a name in COMPARED (both in arguments.py).
-    """
+    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
     if model.config.get_text_config() is model.config:
         return
     parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))

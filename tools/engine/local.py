@@ -17,7 +17,14 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from transformers import GenerationConfig
 
-from tools.common.models import Positions, check_token, load_model, load_tokenizer, special_texts, whole_characters
+from tools.common.models import (
+    check_token,
+    load_model,
+    load_tokenizer,
+    special_texts,
+    warn_of_positions,
+    whole_characters,
+)
 from tools.common.ranks import check_gpus, warn_of_idle_gpu
 from tools.engine.flags import EngineFlags
 from tools.engine.state import TorchState
@@ -45,12 +52,10 @@ class Codec:
         sampling: Sampling,
         generation: GenerationConfig | None = None,
         vocab_size: float = math.inf,
-        positions: Positions | None = None,
     ):
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.vocab_size = vocab_size
-        self.positions = positions
         ends = generation.eos_token_id if generation else None
         ends = ends if isinstance(ends, list) else [ends]
         self.stop_ids: list[int] = sorted({tokenizer.eos_token_id, *ends} - {None})  # each ends a reply
@@ -69,14 +74,12 @@ class Codec:
         To lose old messages, and not the rules, leave messages out of the history before it becomes text: for play and
         belief in `Turn.prompt` (tools/players/player.py), for rows in `play_prompt` and `training_prompt`
         (tools/games/prompts.py). The messages that stay must be the same in play and rows.
-        UserError for a token that the model has no embedding of, and for more tokens than it has positions.
+        UserError for a token that the model has no embedding of.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += self.tokenizer(whole_characters(prompt), add_special_tokens=False, verbose=False)["input_ids"]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         check_token(max(ids, default=0), self.tokenizer, self.vocab_size)
-        if self.positions:
-            self.positions.check("a prompt and its reply", min(len(ids), limit) + self.sampling.max_new_tokens)
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], **known) -> Reply:
@@ -109,7 +112,8 @@ class LocalModel:
     def __init__(self, model, tokenizer, sampling: Sampling):
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model
-        self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size, Positions(model))
+        self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size)
+        warn_of_positions(model.config, sampling.max_length)
         # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder. Of
         # its generation_config.json only the end tokens count, which Codec has. It is the same for vLLM
         # (tools/engine/vllm.py); a server has defaults of its own.
