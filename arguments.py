@@ -1,8 +1,7 @@
 """The settings of train.py.
 
-transformers.TrainingArguments defines the Trainer's settings, the methods of trainers.py theirs; the ones below are
-all others. Published commands use two flags of older transformers, which keep their meaning: --evaluation_strategy and
---warmup_ratio.
+They are transformers.TrainingArguments', those of the methods, and those below. Published commands use two flags of
+older transformers, which keep their meaning: --evaluation_strategy and --warmup_ratio.
 """
 
 import os
@@ -28,18 +27,11 @@ from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
-# Another flag of LoRA also needs a field of this name in SPAGArguments, with default None, and a place in `add_lora`
-# (train.py). Its name begins with lora_.
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
-# The flags that change the results; `run_settings` adds those of the method, data, models and the rows of a step. The
-# number of processes, the ZeRO stage, the machine, logging and saving do not change them. (But under ZeRO a training
-# that was stopped continues only with the number of processes and the stage that it began with: `last_checkpoint`.
-# With --load_best_model_at_end the flags of evaluation and saving, such as --eval_steps and --greater_is_better,
-# decide which checkpoint becomes the model, but they are not compared either.)
-# A new field of SPAGArguments goes here if it changes the results. The loop then knows it too: it takes its settings
-# from `build_parser`, and `compared_flags` in tools/loop/record.py reads this list. If its default is not None,
-# train.py refuses outputs that were made without it: `differences` in utils.py takes a missing setting for None. A
-# flag of one method is a Flag in `flags` of its class (trainers.py), and is not listed here.
+# The flags that change the results, beside those of the method, data, models and the rows of a step. The ZeRO stage,
+# the machine, logging and saving do not. Nor does the number of processes, except that several repeat some rows in the
+# last step of an epoch. (With --load_best_model_at_end the flags of evaluation and saving, such as --eval_steps and
+# --greater_is_better, decide which checkpoint becomes the model, but they are not compared either.)
 COMPARED = (
     "train_method",
     "lora_rank",
@@ -109,7 +101,6 @@ class SPAGArguments(MethodArguments):
         choices=[*TRAIN_METHODS],
     )
 
-    # Models.
     model_name_or_path: str = _help("Folder or hub name of the model to train.", default=MISSING)
     ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
     attn_implementation: str | None = _help("sdpa, eager, flash_attention_2, ...; default: transformers chooses.")
@@ -120,7 +111,6 @@ class SPAGArguments(MethodArguments):
     lora_target_modules: list[str] | None = _help("Names of the layers that get adapters.")
     lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
 
-    # Data.
     output_dir: str = _help("Folder for the trained model, checkpoints and the run's settings.", default=MISSING)
     train_data_path: list[str] = _help(
         "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME of the hub; data/README.md has the format.",
@@ -133,7 +123,7 @@ class SPAGArguments(MethodArguments):
         "Train rows with negative rewards although the method imitates them, or has no --detach_kl True.",
         default=False,
     )
-    # Right is the default because causal attention then needs no mask (`label_logits` in trainers.py).
+    # Right is the default because causal attention then needs no mask.
     padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     # Left is the default because the target is at the end.
     truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
@@ -151,9 +141,7 @@ class SPAGArguments(MethodArguments):
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"] = self.hub_token
             self.hub_token = None
-        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other. To train
-        # on one, begin with the condition `mps` below; `own_device` in tools/engine/local.py chooses the device of
-        # play, and `answer` in tools/loop/machine.py counts GPUs by torch.cuda.
+        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
         if not self.use_cpu and not torch.cuda.is_available():
             warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
@@ -193,14 +181,14 @@ class SPAGArguments(MethodArguments):
     def run_settings(self) -> dict:
         """Everything that changes the results, as `stage` compares it between two starts.
 
-        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
-        change between two starts if their product stays, the micro-batch only under --loss_normalization step or SFT.
+        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. These three may change
+        between two starts if their product stays, the micro-batch only under --loss_normalization step or SFT.
         """
         names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
         # An allow_ flag decides whether a training begins, and changes nothing in it.
         settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
-        if self.loss_normalization == "micro_batch":  # the loss depends on it: `Denominators` in trainers.py
+        if self.loss_normalization == "micro_batch":  # the loss is divided by its numbers of rows
             settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
             if paths := getattr(self, name):
@@ -318,8 +306,7 @@ def _check_precision(args: SPAGArguments) -> None:
 def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights.
 
-    The loop asks this too, by `check_flags`. Numbers that differ from flags show only when train.py starts
-    (`_check_deepspeed_numbers`). The content of the file is in no record, so a start does not notice a change of it.
+    The content of the file is in no record, so a start does not notice a change of it.
     """
     path = args.deepspeed
     config = read_json(path)

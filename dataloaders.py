@@ -1,8 +1,6 @@
 """Training rows: read from files or the hub, encoded as token ids in a `datasets.Dataset`, padded to batches.
 
     files -> load_rows -> Dataset -> SPAGCollator -> batch
-
-data/README.md describes the rows field by field.
 """
 
 import logging
@@ -36,12 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextRow(NamedTuple):
-    """A row's texts and numbers. With `chat_template` the texts already contain all special tokens.
-
-    A new number passes through `normalize_row`, `encode`, `encode_example` (for tools/spag.py), COLUMNS and
-    SPAGCollator to `method_loss` in trainers.py.
-    tools/selfplay/rows.py writes it (Row, `game_rows`), tools/controls.py must keep it, and data/README.md lists it.
-    """
+    """A row's texts and numbers. With `chat_template` the texts already contain all special tokens."""
 
     query: str
     target: str
@@ -52,12 +45,7 @@ class TextRow(NamedTuple):
 
     @property
     def is_sft(self) -> bool:
-        """Whether this is an SFT row; every other row is one of a game. There is no third kind.
-
-        A third kind needs a mask beside `is_sft` in COLUMNS and SPAGCollator, and places in `Denominators`,
-        `_compared` and `offline_po_loss` (trainers.py), `check_game_row` and `check_rows` (train.py), `is_sft` (in
-        tools/controls.py), and `ChatTemplate.row` (in tools/games/chat.py).
-        """
+        """Whether this is an SFT row; every other row is one of a game."""
         return self.type == "sft"
 
 
@@ -121,9 +109,7 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
     Query and target are tokenized separately and without special tokens: in play, too, the prompt is tokenized alone.
     As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even if PAD is the same
-    token. A tokenizer without BOS adds none. These labels alone say which tokens are learned: to mask others, change
-    them in `encode`. A row of several learned messages also needs a TextRow that holds them.
-    A row with `chat_template` is encoded as query + target: the template has written the special tokens.
+    token. A tokenizer without BOS adds none. A row with `chat_template` is encoded as query + target: the template has written the special tokens.
 
     Returns input_ids and labels (lists of one length), weight, reward (1.0 if the row has none) and is_sft. Raises
     UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
@@ -285,8 +271,7 @@ class SPAGCollator:
     sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one, index of shape
     (batch,).
 
-    Rows are not packed, because `row_means` in trainers.py takes each line of the batch for one row. Packing would
-    change it, and in `label_logits` the positions, and the attention, which must not cross rows.
+    Rows are not packed: each line of the batch is one row.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 train.py --train_method OfflinePO --model_name_or_path M --ref_model_name_or_path M \
         --train_data_path rows.json --output_dir DIR --deepspeed configs/default_offload_opt_param.json --bf16 True
 
-Learning rate, schedule, epochs and batch are the Trainer's unless they are set; README.md has the paper's.
+Learning rate, schedule, epochs and batch are the Trainer's unless they are set.
 Started again, the same command continues from the last complete checkpoint. If the run is finished, it says so. Other
-settings are refused: stage compares `run_settings` (arguments.py) with those in OUTPUT_DIR/settings.json.
+settings than those in OUTPUT_DIR/settings.json are refused.
 """
 
 import logging
@@ -99,8 +99,7 @@ def scratch(args: SPAGArguments) -> Iterator[None]:
 def run(trainer: SPAGTrainer) -> None:
     """Train, and write what a training leaves.
 
-    The model of the last step is saved. With --load_best_model_at_end the Trainer first loads the best checkpoint, and
-    that one is saved; `old_checkpoints` in trainers.py keeps it until then.
+    The model of the last step is saved, or with --load_best_model_at_end the best checkpoint.
 
     --push_to_hub uploads OUTPUT_DIR at `save_model`, and by default at each checkpoint, without the folders
     checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and REFERENCE_FILE
@@ -137,12 +136,7 @@ def make_saved_weights_readable(folder: str) -> None:
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:
-    """Read the data and the models, in this order: errors of data show before weights are loaded.
-
-    The log then names the device, the precision and the dtype of the weights that this start really has. In the loop
-    the log is OUTPUT/logs/STAGE.log. When training has ended, `use_cpu` among the "arguments" in settings.json tells
-    whether the CPU has computed.
-    """
+    """Read the data and the models, in this order: errors of data show before weights are loaded."""
     # The first weights of adapters are drawn. Dropout and the order of rows follow this seed too; --data_seed replaces
     # it for the order.
     set_seed(args.seed)
@@ -178,12 +172,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 
 
 def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
-    """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`.
-
-    To train a part of them, leave records out where `encoded_batches` in dataloaders.py reads them, before they are
-    numbered: the reference's numbers are kept by `index`, from 0 to the number of rows. A flag for it goes into
-    COMPARED (arguments.py).
-    """
+    """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`."""
     method = TRAIN_METHODS[args.train_method]
     types: set[str] = set()
 
@@ -205,19 +194,14 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
 def scratch_folder(args: SPAGArguments) -> Path:
     """The folder of this machine's encoded rows. It goes when training ends; one of a killed start goes first.
 
-    It lies in OUTPUT_DIR because that has space for models, while /tmp is in memory on some machines. `stage` lets one
-    launch at a time work there, so no other launch reads or deletes these rows.
+    It lies in OUTPUT_DIR because that has space for models, while /tmp is in memory on some machines.
     """
     number = os.environ.get("GROUP_RANK", "0")  # torchrun's number of the machine; other launchers give none
     return Path(args.output_dir, SCRATCH, f"{socket.gethostname()}_{number}")
 
 
 def check_game_row(row: TextRow) -> None:
-    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is.
-
-    `read_rows` calls this for the rows that are not SFT rows, and warns of other values of their `type`. The other
-    methods use no reward, so a row of theirs needs none; `encode` in dataloaders.py gives it 1.0.
-    """
+    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
     if str(row.type).strip().lower() == "sft":
         raise UserError(f'\'type\' is {row.type!r}; an SFT row has "type": "sft"')
     if row.reward is None:
@@ -225,10 +209,9 @@ def check_game_row(row: TextRow) -> None:
 
 
 def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
-    """The rows of a weight above 0. The method uses no other weights, so they are a warning.
+    """The rows of a weight above 0, for SFT, which uses no other weights; these are a warning.
 
-    This is for SFT alone. The other methods keep rows of weight 0: these cost nothing, but count in `Denominators`
-    (trainers.py). `normalize_row` in dataloaders.py refuses weights below 0.
+    The other methods keep rows of weight 0: these cost nothing, but count among the rows by which a loss is divided.
     """
     weights = column(rows, "weight")
     if (weights == 1).all():
@@ -243,11 +226,7 @@ def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
 
 
 def check_rows(rows: Dataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model.
-
-    Rows of evaluation are not checked here. The loop refuses losers and ties without detach_kl before its first stage
-    (`check_rows` in tools/loop/inputs.py); negative rewards of other rows show only here.
-    """
+    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
     files = ", ".join(args.train_data_path)
     batch = args.train_batch_size * args.world_size
     if args.dataloader_drop_last and len(rows) < batch:
@@ -276,10 +255,7 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
 
 
 def vocabulary_size(args: SPAGArguments) -> int:
-    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable.
-
-    Tokens of the rows that lie beyond it are refused by `check_encoded` in dataloaders.py.
-    """
+    """The model's. UserError if that of the reference has another size: then l and l_ref are not comparable."""
 
     def size_of(name: str) -> int:
         config = from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
@@ -348,9 +324,8 @@ def check_tied_weights(adapted) -> None:
 def merge_lora(trainer: SPAGTrainer) -> None:
     """Write OUTPUT_DIR/merged: the base model with the saved adapters added to its weights.
 
-    The loop plays with this model, and trains new adapters on it in the next epoch (`trained_model` in
-    tools/run_spag.py). Switched off, these leave the model that played, which must be the reference. Adapters that
-    go on over epochs would need another one: switched off, they leave the model that they were first added to.
+    The next epoch plays with this model and adds new adapters to it: switched off, they leave the model that played,
+    which is the reference.
     """
     from peft import PeftModel
     from transformers.integrations import deepspeed as deepspeed_integration
@@ -369,7 +344,7 @@ def merge_lora(trainer: SPAGTrainer) -> None:
 
 
 def summary(trainer: SPAGTrainer) -> str:
-    """The last line that train.py prints, which the loop shows too.
+    """The last line that train.py prints.
 
     Its losses are the first and the last logged one, each a mean over --logging_steps steps (the Trainer's 500, if the
     flag is not given). A training that logged none, because it has fewer steps, shows no loss.

@@ -1,12 +1,8 @@
-"""The losses, and a Trainer for each method, which says everything about it: loss, flags, what it reads of the rows.
+"""The losses, and the Trainer of each method.
 
 l is a row's log-probability: the mean over the tokens of its target, EOS included, in nats per token. The losses take
-l under the policy and under the frozen reference model as (batch,) tensors; the trainers compute these. As released, l
-is a mean and not a sum, so one clip range serves short and long targets. For sums over tokens change `row_means` and
-`sequence_logprob`, and take the factor `num_tokens` out of `sft_loss`; `exp(l)` in `sft_kl_loss` would be nearly 0.
-
-A loss by token needs more than its formula: `score` must return numbers of tokens, and `ref_logprobs`,
-`_reference_pass` and REFERENCE_FILE, which hold one number a row, must hold those of the reference.
+l under the policy and under the frozen reference model as (batch,) tensors. As released, l is a mean and not a sum, so
+one clip range serves short and long targets.
 """
 
 import contextlib
@@ -99,8 +95,7 @@ class Rate(NamedTuple):
 
 
 # A loss returns (loss, metrics), with the same names in every micro-batch. A plain tensor (a term of the loss) counts
-# once for each micro-batch. Batches do not hold the role of a row. A metric by role needs it as a number of the row
-# first (TextRow in dataloaders.py says how); then the role's mask goes into `_over_rows`, as in `log_ratio_positive`.
+# once for each micro-batch.
 Metrics = dict[str, Tensor | Mean | Largest]
 
 
@@ -116,7 +111,7 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
-    This is the definition, which tests compare with `label_logprob`; training never makes all logits.
+    This is the definition. Training computes the same without making all logits (`label_logprob`).
     """
     predicting = logits[:, :-1]
     targets = labels[:, 1:]
@@ -135,9 +130,7 @@ def label_logits(
     `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
     means that padding is on the right, where causal attention needs no mask.
 
-    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router. To add
-    it, set `output_router_logits`, return the `aux_loss` of the output here, pass it on in `score`, and add it in
-    `method_loss`.
+    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
@@ -191,8 +184,8 @@ def sft_kl_loss(
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
     Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch. As released,
-    beta's factor is the summand of the KL that belongs to the row's own target, with means over tokens in the place of
-    sums. It is no estimate from samples, because the policy has not drawn this target.
+    beta's factor is the summand of the KL that belongs to the row's own target, with means over tokens instead of
+    sums. It is not an estimate from samples, because the policy did not draw this target.
     """
     log_ratio = logprob - ref_logprob
     kl = logprob.exp() * log_ratio
@@ -227,14 +220,11 @@ def offline_po_loss(
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
     Takes (batch,) tensors. With `detach_kl` no gradient flows through A. False is the released loss: its gradient also
-    flows through the KL inside A. A row with a negative reward is then made less likely without help of the clip,
-    which holds r and not A, until A = beta; for a reward of -0.5 that is at l - l_ref = -3.5. configs/README.md
-    compares the two losses.
+    flows through the KL inside A. The clip holds r but not A, so a row with a negative reward is pushed down until
+    A = beta; for a reward of -0.5 that is at l - l_ref = -3.5.
 
     The numbers of rows are by default those of the batch; a kind without rows contributes 0. Each kind is divided by
     its own number, so alpha weighs two means and does not depend on the mix of rows.
-
-    `method_loss` of OfflinePOTrainer and `loss` in tools/spag.py call this; a new argument goes into both.
     """
     sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
@@ -279,10 +269,10 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
 
 
 class Denominators(NamedTuple):
-    """Row and token counts by which losses are divided: of a micro-batch, or a step's mean over its micro-batches.
+    """Row and token counts used as loss denominators: of a micro-batch, or a step's mean over its micro-batches.
 
-    If they are of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
-    kind. So the size of a micro-batch then changes the results. A row of weight 0 counts here as one row.
+    Under those of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
+    kind, so the micro-batch size changes the results. A row of weight 0 counts as one row.
     """
 
     game_rows: Tensor | float
@@ -369,9 +359,6 @@ class RebalancedEpochs(TrainerCallback):
     """Tells the sampler of `batch_rebalance` the run's seed and, at its begin, each epoch.
 
     The Trainer would always give it seed 42, and does not reach it when a run of several processes continues.
-
-    The sampler is the Trainer's own: `_get_train_sampler`, a method that SPAGTrainer may override. If batches are no
-    longer random, `batch_factor` in tools/controls.py is wrong, because it assumes random ones.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader, **kwargs):
@@ -385,9 +372,7 @@ class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
     A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, its flags, and what it reads; parser,
-    checks, --help, recorded settings and model card follow from these. Its docstring is its help. In the loop
-    training.train_method=NAME takes it. configs/default.toml sets OfflinePO's flags for self-play, and SFTwithKL's for
-    imitation; those that the new method does not have are refused unless they are taken back (training.clip_range=).
+    checks, --help, recorded settings and model card follow from these. Its docstring is its help.
 
     The frozen reference model is not loaded if no row is compared with it, if a run that continues has stored its
     numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its adapters off, or
@@ -451,16 +436,11 @@ class SPAGTrainer(Trainer):
                 self.module.generation_config.save_pretrained(folder)
 
     def score(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss reads of the policy, (batch,) each. A method may add numbers of the same forward pass."""
+        """What the loss reads of the policy, (batch,) each."""
         return {"logprobs": label_logprob(model, self.module, batch, pads_left=self.data_collator.pad_left)}
 
     def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`.
-
-        A loss that compares rows, such as of pairs, needs a sampler that keeps them together (see RebalancedEpochs).
-        A coefficient that changes in training can be computed from `self.state`: its `global_step` and `max_steps` are
-        right in a run that continues, too. Other attributes of this object begin anew then.
-        """
+        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`."""
         raise NotImplementedError
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -478,18 +458,13 @@ class SPAGTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of an evaluation batch; the Trainer averages it over rows.
 
-        Each batch is normalized by itself, also with --loss_normalization step, because evaluation has no steps. Only
-        the loss is logged, beside the Trainer's speeds: `compute_loss` collects the metrics of training alone.
+        Each batch is normalized by itself, also with --loss_normalization step, because evaluation has no steps.
         """
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def create_optimizer(self, *args):
-        """The Trainer's. UserError if its package is missing.
-
-        Learning rates by group of weights, or an optimizer of your own, would be made here. DeepSpeed does not call
-        this if its file has an `optimizer`, as configs/default_offload_opt_param.json has.
-        """
+        """The Trainer's. UserError if its package is missing."""
         with user_errors("--optim", ValueError, ImportError):
             return super().create_optimizer(*args)
 
@@ -516,13 +491,8 @@ class SPAGTrainer(Trainer):
         """Compute the reference's log-probabilities. A run that continues reads those it stored.
 
         The reference is frozen, so each row's number is computed once, and no second model takes memory in training.
-        Ratio and KL read these numbers. A further reference, such as one for the KL alone, needs a flag, a line in
-        `run_settings` (arguments.py), a tensor and a file like these, and an argument of `offline_po_loss`. In the
-        loop `self_play_step` hands it over; `steps` in tools/run_spag.py knows the imitation model. If the reference
-        moves in training, its numbers must be computed and stored again: this runs before the first step.
-
-        The stored numbers belong to the rows and the reference of this start: `run_settings` has digests of both, and
-        `stage` refuses a start that differs. A start without a complete checkpoint computes them anew.
+        The stored numbers belong to the rows and the reference of this start, because a start with others is refused.
+        One without a complete checkpoint computes them anew.
         """
         path = Path(self.args.output_dir, REFERENCE_FILE)
         in_training = len(self.train_dataset)
@@ -623,8 +593,7 @@ class SPAGTrainer(Trainer):
     def check_finite(self) -> None:
         """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this.
 
-        `log` and `_save_checkpoint` call it first, and train.py before it saves the model. So neither a checkpoint nor
-        a model is written after such a loss; earlier checkpoints stay.
+        Neither a checkpoint nor a model is written after such a loss; earlier checkpoints stay.
         """
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
@@ -639,10 +608,7 @@ class SPAGTrainer(Trainer):
             write_json(path, read_json(path) | {"base_model_name_or_path": base})
 
     def create_model_card(self, **_) -> None:
-        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know in the place of its guesses.
-
-        train.py calls this at the end, and the Trainer before the upload of the model that is saved at the end.
-        """
+        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know instead of its guesses."""
         if not self.is_world_process_zero():
             return
         base = public_name(self.args.model_name_or_path)
@@ -687,13 +653,8 @@ class SPAGTrainer(Trainer):
 
         The Trainer gives `loss`, a mean over these steps, their micro-batches and all ranks, and of the last step
         `learning_rate` and `grad_norm`, before clipping. The program prints each log at once. All stand in
-        trainer_state.json, which each checkpoint has, and OUTPUT_DIR, where the report reads it, after training.
-
-        Of a training step all ranks get the same numbers, except `tokens_per_second`. So a callback (`on_log`) may
-        stop the training on them, as by a limit of `log_ratio`: it sets `control.should_training_stop` on all ranks
-        alike, and train.py saves the model. To end without a model, raise UserError here, as `check_finite` does; the
-        loop then stops too. The limit is a field of SPAGArguments (arguments.py); if it decides which model is saved,
-        it goes into COMPARED.
+        trainer_state.json, in each checkpoint and, after training, in OUTPUT_DIR. All ranks get the same numbers, except
+        `tokens_per_second`.
         """
         if "loss" in logs:
             self.check_finite()
@@ -707,7 +668,7 @@ LOSS_NORMALIZATION = Flag(
     choices=["micro_batch", "step"],
 )
 KL_HELP = "beta: weight of the KL to the reference model."
-# The defaults of beta, alpha and epsilon below are the paper's. The loop takes those of configs/default.toml instead.
+# The defaults of beta, alpha and epsilon below are the paper's.
 
 
 class SFTTrainer(SPAGTrainer):

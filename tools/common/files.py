@@ -70,8 +70,6 @@ def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
 
     UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read. For another split or
     subset of a data set, write it to a file of your own: a name has no place for it.
-
-    `rows_setting` shows a further start whether a file of rows, or the commit of a data set, has changed.
     """
     path = Path(name)
     if path.exists() and path.suffix != ".parquet":

@@ -7,10 +7,7 @@ from tools.common.files import _parse
 
 
 def alpaca_to_row(example: dict) -> dict:
-    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`.
-
-    In rows with a chat template `sft_row` in tools/selfplay/rows.py takes `alpaca_to_turn` in its place.
-    """
+    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
     instruction, given, output = alpaca_texts(example)
     context = f"\n\n### Input: {given}" if given else ""
     prompt = f"### Instruction: {instruction}{context}\n\n### Response: "
@@ -32,9 +29,6 @@ def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_ro
 
     A field that is null counts as absent, and messages count where there is no target. `from_alpaca` makes prompt and
     target of Alpaca's fields. UserError for a record with neither texts nor a conversation.
-
-    A further format is turned into one of the two here. If it becomes a conversation, `sft_row` in
-    tools/selfplay/rows.py must change too: it copies the record's own `messages`, not those that this returns.
     """
     row = {key: value for key, value in record.items() if value is not None}
     messages = row.pop("messages", None)
