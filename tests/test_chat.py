@@ -16,7 +16,7 @@ from tools.common.models import DAY
 from tools.common.records import files_setting
 from tools.engine.local import Codec
 from tools.games import prompts
-from tools.games.chat import EMPTY, ChatTemplate, chat_messages
+from tools.games.chat import EMPTY, ChatTemplate
 from tools.games.taboo import Taboo
 from tools.players.player import STOP, ReplyUnavailable, Sampling, Turn
 from tools.selfplay.play import play_game
@@ -39,7 +39,7 @@ def conversation(history, max_turns, templates):
     """The messages for the player who speaks next; the word is art."""
     role = GAME.next_role("art", history)
     request = prompts.instruction(templates, role, GAME.secrets(role, "art", history), max_turns)
-    return chat_messages(history, role, prompts.rule_text(templates, max_turns), request)
+    return prompts.chat_messages(history, role, prompts.rule_text(templates, max_turns), request)
 
 
 def chat_tokenizer(family: str, template: str | None = None):

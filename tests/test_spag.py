@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from helpers import ENVIRONMENT
+from helpers import ENVIRONMENT, finish, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import spag
@@ -67,6 +67,62 @@ def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():
     assert [episode["outcome"] for episode in asyncio.run(cell())] == ["attacker wins"]
 
 
+def test_in_the_caller_s_event_loop_a_function_answers_all_waiting_games_as_one_batch():
+    async def cell():
+        loop, waiting, batches = asyncio.get_running_loop(), [], []
+
+        async def batched(turn):
+            """The first game to ask answers all that have asked before it is its turn again."""
+            waiting.append(answer := loop.create_future())
+            if waiting[0] is answer:
+                await asyncio.sleep(0)
+                batches.append(len(waiting))
+                for each in waiting:
+                    each.set_result("It grows on trees.")
+                waiting.clear()
+            return await answer
+
+        return await spag.play_async(["apple", "river", "apple"], batched, defender), batches
+
+    episodes, batches = asyncio.run(cell())
+    assert [episode["outcome"] for episode in episodes] == ["defender wins", "attacker wins", "defender wins"]
+    assert batches == [3]
+
+
+def test_a_game_step_by_step():
+    seen = spag.step("taboo", "apple", [], " It grows<|im_end|>\n on trees. ", special=["<|im_end|>"])
+    assert seen == ([{"role": "attacker", "content": "It grows\n on trees."}], "defender", None, {})
+    ended = spag.step("taboo", "apple", seen.history, "I know the word! It is `apple`!")
+    assert ended[1:] == (None, "defender wins", {"attacker": 0.0, "defender": 1.0})
+    assert ended.history[:1] == seen.history and len(seen.history) == 1  # the input is not changed
+    breach = spag.step(load_game("taboo"), "apple", [], "An apple.")
+    assert breach[1:] == (None, "attacker breaks the rules", {"attacker": 0.0, "defender": 1.0})
+    tie = spag.step("taboo", "apple", seen.history, "Hm.", max_turns=1)
+    assert tie[1:] == (None, "tied game", {"attacker": 0.5, "defender": 0.5})
+
+
+def test_a_step_refuses_what_is_not_a_text_and_a_game_that_is_over():
+    for message in (None, 3, b"bytes"):
+        with pytest.raises(ValueError, match="must be a text"):
+            spag.step("taboo", "apple", [], message)
+    ended = spag.step("taboo", "apple", [], "An apple.")
+    with pytest.raises(ValueError, match="is over"):
+        spag.step("taboo", "apple", ended.history, "Hm.")
+
+
+@pytest.mark.parametrize("name", ["taboo", "twenty_questions"])
+def test_the_chat_of_a_role_only_grows(name):
+    game, history = load_game(name), []
+    chats = {role: [] for role in game.roles}
+    for text in ("Does it live?", "No.", "Is it big?", "", "Is it old?", "Yes."):
+        role = game.next_role("river", history)
+        chat = spag.chat(game, "river", history)
+        assert chat[: len(chats[role])] == chats[role] and len(chat) > len(chats[role])
+        assert [message["role"] for message in chat[1:]] == ["user", "assistant"] * (len(chat) // 2 - 1) + ["user"]
+        chats[role] = [*chat, {"role": "assistant", "content": text}]
+        history = [*history, {"role": role, "content": text}]
+
+
 def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     (episode,) = spag.play(["apple"], tiny_model, defender, max_turns=1, max_length=2000, max_new_tokens=4)
     assert episode["replies"][0]["tokens"] <= 4 and episode["outcome"] == "defender wins"
@@ -122,8 +178,28 @@ def test_a_model_that_was_saved_anew_plays_as_it_is_now(tiny_model, tmp_path):
 
 def test_playing_and_rows_need_no_torch():
     code = "import sys; from tools import spag; e = spag.play(['a'], lambda t: 'Hm.', lambda t: 'So?'); spag.rows(e)"
-    code += "; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True) == "False\n"
+    code += "; spag.chat('taboo', 'a', spag.step('taboo', 'a', [], 'Hm.').history)"
+    code += "; print({'torch', 'transformers', 'jinja2'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True) == "set()\n"
+
+
+def test_a_script_s_own_utils_py_is_no_obstacle(tiny_model, tmp_path):
+    """Python puts the script's folder first on the path, so `import utils` finds the script's."""
+    (tmp_path / "utils.py").write_text("NAME = 'mine'\n", encoding="utf-8")
+    script = f"""
+        import utils
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from tools import spag
+
+        episodes = spag.play(["cat"], lambda turn: "It purrs.", {tiny_model!r}, max_turns=1, max_new_tokens=4)
+        rows = spag.rows(episodes, ties=0.5, losers=0.5)
+        model, tokenizer = (kind.from_pretrained({tiny_model!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))
+        loss, _ = spag.loss(model, model, spag.batch(rows, tokenizer), detach_kl=True)
+        print(utils.NAME, spag.judge(episodes[0]).outcome, loss.isfinite().item())
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
+    printed = finish(start([sys.executable, "script.py"], cwd=tmp_path))
+    assert printed.splitlines()[-1] == "mine tied game True"
 
 
 def test_the_epoch_on_the_page_runs_as_it_stands_and_teaches(capsys):

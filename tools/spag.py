@@ -24,25 +24,81 @@ datasets and accelerate.
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.common.errors import UserError
-from tools.games.game import EPISODE_KEYS, Game, Verdict, load_game
-from tools.games.prompts import Templates
+from tools.games.game import EPISODE_KEYS, Game, History, Verdict, load_game
+from tools.games.prompts import Templates, chat_messages, play_prompt
 from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN
 from tools.players.make import make_players
 from tools.players.player import Choose
-from tools.selfplay.play import play_games
+from tools.selfplay.play import as_message, play_games
 from tools.selfplay.rows import Row, assign_rewards
 
 # A model (folder or hub name), openai:MODEL, or a function.
 Speaker = str | Path | Choose
 
 
-def play(
+class Step(NamedTuple):
+    """A game after one more message."""
+
+    history: list[dict[str, str]]  # with the message as the players read it
+    role: str | None  # whose turn is next; None: the game is over
+    outcome: str | None = None  # of a game that is over
+    points: Mapping[str, float] = {}  # of each role, in [0, 1], once the game is over
+
+
+def step(
+    game: str | Game,
+    task: str,
+    history: History,
+    message: str,
+    *,
+    max_turns: float | None = None,
+    special: Collection[str] = (),
+) -> Step:
+    """Add a message of the role whose turn it is. A game begins with an empty history.
+
+    `special` are the texts of special tokens (`tokenizer.all_special_tokens`) of the models that play. The message
+    loses them before it is judged, so that no player can end its turn in the other's chat and go on in another name.
+    ValueError for a message that is not a text, and for a game that is over.
+    """
+    game = load(game)
+    max_turns = max_turns or game.max_turns
+    if not isinstance(message, str):
+        raise ValueError(f"a message must be a text, not {message!r:.60}")
+    if game.is_over(history, task, max_turns):
+        raise ValueError(f"the game about {task!r} is over after {len(history)} messages")
+    history = [*history, as_message(game.next_role(task, history), message, frozenset(special))]
+    if not game.is_over(history, task, max_turns):
+        return Step(history, game.next_role(task, history))
+    outcome, _ = game.judge(history, task, max_turns)
+    points = game.points(task, history, outcome)
+    return Step(history, None, outcome, dict(zip(game.roles, points, strict=True)))
+
+
+def chat(
+    game: str | Game,
+    task: str,
+    history: History,
+    *,
+    max_turns: float | None = None,
+    templates: Templates | None = None,
+) -> list[dict[str, str]]:
+    """The game as a chat of the role whose turn it is: rules and instruction are the system message.
+
+    From one turn of a role to its next, the chat only grows, unless the game changes the role's secrets. So a model
+    can be trained on a whole game as one sequence, in which the other role's messages are masked.
+    """
+    game = load(game)
+    return play_prompt(game, history, task, max_turns or game.max_turns, templates, join=chat_messages)
+
+
+async def play_async(
     tasks: Sequence[str],
     first: Speaker,
     second: Speaker,
@@ -52,17 +108,7 @@ def play(
     seed: int = 0,
     **flags,
 ) -> list[dict]:
-    """Play one game about each task, many at once, and return the episodes in the order of the tasks.
-
-    `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
-    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `flags` are those of play_llm_game;
-    vLLM, which takes 90% of a GPU, plays only with engine="vllm". The same seed draws the same again: change it each
-    round. A game of which a server gave no reply is left out, with a warning.
-
-    No game is stored, so a kill loses all of them; tools/play_llm_game.py stores each game as it ends. Models of this
-    process stay loaded for a next call with the same models and flags. `drop_models` in tools/players/make.py frees
-    their memory, such as before a training.
-    """
+    """`play` in the event loop that is running, so that an async function can use what belongs to this loop."""
     options = PlayFlags(game=game if isinstance(game, str) else game.name, **flags)
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
@@ -71,7 +117,7 @@ def play(
         raise UserError(f"{HUMAN} plays with python -m tools.play_llm_game; here give a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     episodes: list[dict] = []
-    games = play_games(
+    await play_games(
         game,
         enumerate(tasks),
         players,
@@ -80,9 +126,24 @@ def play(
         concurrent_games=at_once,
         on_episode=episodes.append,
     )
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
-        thread.submit(asyncio.run, games).result()
     return sorted(episodes, key=lambda episode: episode["index"])
+
+
+def play(tasks: Sequence[str], first: Speaker, second: Speaker, **options) -> list[dict]:
+    """Play one game about each task, many at once, and return the episodes in the order of the tasks.
+
+    `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
+    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `options` are those of `play_async`:
+    `game`, `templates`, `seed`, and the flags of play_llm_game; vLLM, which takes 90% of a GPU, plays only with
+    engine="vllm". The same seed draws the same again: change it each round. A game of which a server gave no reply is
+    left out, with a warning.
+
+    No game is stored, so a kill loses all of them; tools/play_llm_game.py stores each game as it ends. Models of this
+    process stay loaded for a next call with the same models and flags. `drop_models` in tools/players/make.py frees
+    their memory, such as before a training.
+    """
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
+        return thread.submit(asyncio.run, play_async(tasks, first, second, **options)).result()
 
 
 def judge(episode: Mapping, *, game: str | Game = "taboo") -> Verdict:

@@ -12,36 +12,10 @@ from tools.common.errors import UserError, user_errors
 from tools.common.models import chat_text, without
 from tools.games import prompts
 from tools.games.game import History
+from tools.games.prompts import ASSISTANT, SYSTEM, USER, chat_messages
 
-SYSTEM = "system"
-USER = "user"
-ASSISTANT = "assistant"
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
 SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
-
-
-def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
-    """The game as a conversation of the player in this role, who is the assistant; the other player is the user.
-
-    Rules and instruction are the system message, so a user message can be the other player's words alone. The prompts
-    of the two roles have at most the rules in common. So where one model plays both, our engine computes the history
-    anew for each message; in the layout of `join_play_prompt` it does not.
-
-    A change of this layout holds for play, rows, matches and belief at once. Players behind a server do not get it:
-    `_request` in tools/players/server.py sends them the prompt of `join_play_prompt` in tools/games/prompts.py.
-    Records compare the text of the template (`sha256`), not this function: make the rows of imitation anew, and begin
-    in a new output.
-    """
-    messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
-    if not history or history[0]["role"] == role:
-        messages.append({"role": USER, "content": prompts.NO_HISTORY})  # many templates want a user to speak first
-    for message in history:
-        speaker = ASSISTANT if message["role"] == role else USER
-        if messages[-1]["role"] == speaker:  # many templates insist that user and assistant alternate
-            messages[-1]["content"] += f"\n{message['content']}"
-        else:
-            messages.append({"role": speaker, "content": message["content"]})
-    return messages
 
 
 class ChatTemplate:

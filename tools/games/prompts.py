@@ -1,9 +1,7 @@
 """The prompts of play and of training, for any game. Their wording comes from prompt files. No torch.
 
-What a prompt holds, and in which order, is decided in `join_play_prompt` and `training_prompt` here, and for chat
-templates in `chat_messages` of tools/games/chat.py. Play, matches and belief take the prompt of play from the class
-Turn in tools/players/player.py, and rows take it from `play_prompt` here. Records compare the prompt file and the chat
-template, but not this code: if you change it, begin in a new output, and make the rows of imitation anew.
+What a prompt holds, and in which order, is decided in `join_play_prompt`, `chat_messages` and `training_prompt`.
+Records compare the prompt file and the chat template, but not this code.
 
 A history has messages alone, so no prompt holds an earlier thought, not even a player's own. To show a player its own
 thoughts, Turn and `play_prompt` must get the replies of the game too.
@@ -32,6 +30,10 @@ CHAT = "chat"
 CHAT_INVERSE = "chat_inverse"
 ALPACA = "alpaca"
 SYSTEM_NAMES = ("Rules", "Game Rule", "System")
+# The roles of a chat.
+SYSTEM = "system"
+USER = "user"
+ASSISTANT = "assistant"
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout, as released
 # What begins and what ends a private thought, in prompts and in replies. All code reads this table, but
 # configs/prompts/thinking.json and tools/players/server.py write the first pair.
@@ -54,6 +56,24 @@ def join_play_prompt(history: History, role: str, rules: str, request: str) -> s
     return f"{rules}{messages}\n\n### Instruction: {request}\n\n### Response:"
 
 
+def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
+    """The game as a conversation of the player in this role, who is the assistant; the other player is the user.
+
+    Rules and instruction are the system message, so a user message can be the other player's words alone. Where roles
+    alternate and secrets stay the same, the conversation of a role's turn begins with that of its last turn.
+    """
+    messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
+    if not history or history[0]["role"] == role:
+        messages.append({"role": USER, "content": NO_HISTORY})  # many templates want a user to speak first
+    for message in history:
+        speaker = ASSISTANT if message["role"] == role else USER
+        if messages[-1]["role"] == speaker:  # many templates insist that user and assistant alternate
+            messages[-1]["content"] += f"\n{message['content']}"
+        else:
+            messages.append({"role": speaker, "content": message["content"]})
+    return messages
+
+
 def play_prompt(
     game: Game,
     history: History,
@@ -66,8 +86,7 @@ def play_prompt(
 ) -> str:
     """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
 
-    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction; `chat_messages` in
-    tools/games/chat.py, which makes a list of messages, can stand there too.
+    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)

@@ -53,7 +53,7 @@ async def play_game(
         secrets = game.secrets(role, task, history)
         turn = Turn(game, role, tuple(history), max_turns, index, secrets, templates)
         reply = await players[role].reply(turn)
-        history.append({"role": role, "content": without(special, reply.text).strip()})
+        history.append(as_message(role, reply.text, special))
         replies.append(reply_without(special, reply.stored()))
     outcome, length = game.judge(history, task, max_turns)
     return {
@@ -67,6 +67,11 @@ async def play_game(
         "length": length,
         "replies": replies,
     }
+
+
+def as_message(role: str, text: str, special: frozenset[str]) -> dict[str, str]:
+    """What a role wrote, as it is judged, stored and shown to the other: without the texts of special tokens."""
+    return {"role": role, "content": without(special, text).strip()}
 
 
 def special_texts_of(players: Mapping[str, Player]) -> frozenset[str]:
