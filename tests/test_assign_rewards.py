@@ -188,6 +188,12 @@ def test_messages_all_make_rows_up_to_the_end_of_each_game_of_several_inputs(run
     assert rows[-1]["query"] == prompts.play_prompt(GAME, [], WORD, 5)
 
 
+def test_one_warning_counts_the_games_that_the_judge_decides_otherwise_than_they_say(start):
+    stored = [ATTACKER_WON | {"outcome": "attacker wins"}, DEFENDER_WON | {"outcome": "tied game"}, TIED, BROKEN]
+    (line,) = [line for line in start(inputs=(stored,)).errors.splitlines() if "WARNING" in line]
+    assert "1 of 4 games" in line and "tied game -> defender wins: 1" in line
+
+
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, documented = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])

@@ -179,6 +179,9 @@ def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says
     (line,) = warnings(prompt_templates=files_setting(GAME.prompt_file), thinking=True, chat_template=False)
     assert all(name in line for name in ("--prompt_templates", "--thinking False", "--chat_template True"))
     assert "imitating other people's games" in line and "self-play" in line
+    (line,) = warnings(game={"name": "taboo", "options": {"match": "word"}})
+    assert "--game_options unset (played with match=word)" in line
+    assert warnings(game={"name": "taboo", "options": {}}) == []
     (line,) = warnings(**{"player epoch1": {"path": str(models["turns"])}})  # as the record of a match has it
     assert f"--tokenizer {models['chatml']} (played with that of {models['turns']})" in line
     (tmp_path / "games_settings.json").unlink()

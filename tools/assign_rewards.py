@@ -12,7 +12,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,8 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
 
 
-def warn_of_other_prompts(flags: Flags, settings: Mapping) -> None:
-    """Warn of files of games that were played with other prompts than those of the rows, as their records say."""
+def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
+    """Warn of files of games that were played by other rules or prompts than those of the rows, by their records."""
     phrases = []
     for path in flags.input_data_path:
         if different := differences_from_play(flags, settings, play_settings(path)):
@@ -87,7 +87,7 @@ def play_settings(path: str) -> dict:
 
 
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
-    """A phrase for each of prompt file, chat template and thinking that is another one in the rows than in play.
+    """A phrase for each of game options, prompt file, chat template and thinking that differs from play.
 
     Which model has played is not compared. Training needs it as --ref_model_name_or_path. In the loop `training_step`
     in tools/run_spag.py sets it; by hand no program checks it.
@@ -96,6 +96,9 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
     refuses a difference if SAME_IN_ROWS in tools/loop/inputs.py names the flag too.
     """
     phrases = []
+    if "game" in play and play["game"]["options"] != settings["game"]["options"]:
+        now, then = (options_text(each["game"]["options"]) for each in (settings, play))
+        phrases.append(f"--game_options {now} (played with {then})")
     then = play.get("prompt_templates")
     now = settings["prompt_templates"]
     if then and then["sha256"] != now["sha256"]:
@@ -114,6 +117,24 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
             if flags.template_of(model, bool(play.get("thinking"))).sha256 != settings["chat_template"]:
                 phrases.append(f"the chat template of --tokenizer {flags.tokenizer} (played with that of {model})")
     return phrases
+
+
+def options_text(options: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items()) or "unset"
+
+
+def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[rewards.Result]) -> None:
+    """One warning counts the games whose stored outcome is not the verdict, which alone counts in the rows."""
+    pairs = ((episode.get("outcome"), result.outcome) for episode, result in zip(episodes, results, strict=True))
+    changed = Counter((stored, judged) for stored, judged in pairs if stored not in (None, judged))
+    if changed:
+        logger.warning(
+            "%s of %s games are judged otherwise here than their stored outcome says (%s); the rows follow the new "
+            "verdict. Were they played with other --game_options, or is the judge another one?",
+            f"{changed.total():,}",
+            f"{len(results):,}",
+            ", ".join(f"{stored} -> {judged}: {number:,}" for (stored, judged), number in changed.most_common()),
+        )
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
@@ -141,6 +162,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
             records = [rows.episode_without(special, episode) for episode in records]
         results += rewards.judge_episodes(game, records, where, 1)
         episodes += records
+    warn_of_other_outcomes(episodes, results)
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
@@ -172,7 +194,7 @@ def main() -> None:
     templates = flags.load_templates(game)
     chat = flags.load_chat_template()
     settings = flags.settings(game, chat)
-    warn_of_other_prompts(flags, settings)
+    warn_of_other_play(flags, settings)
     output = flags.output_data_path
     record = rows_record(output)
     with stage(record, settings, results=[glob.escape(Path(output).name)], ranks=False) as work:
