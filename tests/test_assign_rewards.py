@@ -194,6 +194,16 @@ def test_one_warning_counts_the_games_that_the_judge_decides_otherwise_than_they
     assert "1 of 4 games" in line and "tied game -> defender wins: 1" in line
 
 
+def test_a_game_in_two_rank_files_of_a_run_counts_once(run, tmp_path):
+    """The rank files are those of one run; the games of another run with equal indices are others."""
+    ranks = [[ATTACKER_WON | {"index": 0}, DEFENDER_WON | {"index": 1}], [TIED | {"index": 0}]]
+    paths = [write_rows(tmp_path / f"m_words_rank{rank}.jsonl", games) for rank, games in enumerate(ranks)]
+    rows, printed = run(input_data_path=paths)
+    assert rows == rows_of([ATTACKER_WON, DEFENDER_WON]) and "2 games" in printed
+    other = write_rows(tmp_path / "m_words_rank1000_rank0.jsonl", [BROKEN | {"index": 0}])
+    assert "3 games" in run(input_data_path=[*paths, other], output_data_path=tmp_path / "more.json")[1]
+
+
 def test_the_documented_examples_are_what_the_program_reads_and_writes(run, tmp_path):
     readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     game, documented = map(json.loads, re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[:2])

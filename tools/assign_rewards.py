@@ -10,7 +10,6 @@ OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 import glob
 import logging
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates
 from tools.selfplay import rewards, rows
+from tools.selfplay.episodes import run_of
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
 
 __all__ = ["assign_rewards"]
-FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")  # as play calls them
 logger = logging.getLogger(__name__)
 # Flags that are no setting, or part of another one.
 ELSEWHERE = ("output_data_path", "game_options", "tokenizer", "trust_remote_code")
@@ -78,9 +77,8 @@ def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
 
 def play_settings(path: str) -> dict:
     """The settings with which the games of a file were played; {} if play's record does not stand beside it."""
-    file = Path(path)
-    named = FILE_OF_GAMES.fullmatch(file.name)
-    record = file.with_name(f"{named[1]}_settings.json") if named else None
+    run = run_of(path)
+    record = run.with_name(f"{run.name}_settings.json") if run else None
     stored = read_json(record) if record and record.is_file() else None
     settings = stored.get("settings") if isinstance(stored, dict) else None
     return settings if isinstance(settings, dict) else {}
@@ -137,6 +135,46 @@ def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[reward
         )
 
 
+def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewards.Result]]:
+    """The episodes of all input files, and how they ended.
+
+    Of two games of a run of play with the same index the first counts: its rank files hold a game twice where a rank
+    outlived its launcher.
+    """
+    episodes: list[Mapping] = []
+    results: list[rewards.Result] = []
+    seen = set()
+    for path in flags.input_data_path:
+        where = f"{path}: episode"
+        records = read_json_or_jsonl(path)
+        if chat:
+            records = without_special_texts(flags, game, records, chat, where)
+        run = run_of(path)
+        for episode, result in zip(records, rewards.judge_episodes(game, records, where, 1), strict=True):
+            key = run, episode.get("index")
+            if None not in key and key in seen:
+                logger.warning("%s: game %s is there a second time, and counts once", path, episode["index"])
+                continue
+            seen.add(key)
+            episodes.append(episode)
+            results.append(result)
+    warn_of_other_outcomes(episodes, results)
+    return episodes, results
+
+
+def without_special_texts(flags: Flags, game: Game, records: list[dict], chat, where: str) -> list[Mapping]:
+    """Episodes whose texts hold no special token, which would become that token in the rows.
+
+    Without a chat template this program knows no tokenizer; from games of our own, play has taken such texts out.
+    """
+    rewards.check_episodes(game, records, where, 1)
+    special = special_texts(chat.tokenizer)
+    for number, episode in enumerate(records, start=1):
+        if without(special, episode["target_word"]) != episode["target_word"]:
+            raise UserError(f"{where} {number}: its word holds a special token of {flags.tokenizer}")
+    return [rows.episode_without(special, episode) for episode in records]
+
+
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
     """All rows, and what the record notes of the games: how they ended, and the weights of roles.
 
@@ -146,23 +184,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
     but they were played by other models than the reference (`training_step` there), with which the importance ratio
     compares.
     """
-    episodes = []
-    results = []
-    for path in flags.input_data_path:
-        records = read_json_or_jsonl(path)
-        where = f"{path}: episode"
-        # A text of a special token would become that token in the rows. Without a chat template this program knows no
-        # tokenizer; from games of our own, play has taken out the texts of its local models.
-        if chat:
-            rewards.check_episodes(game, records, where, 1)
-            special = special_texts(chat.tokenizer)
-            for number, episode in enumerate(records, start=1):
-                if without(special, episode["target_word"]) != episode["target_word"]:
-                    raise UserError(f"{where} {number}: its word holds a special token of {flags.tokenizer}")
-            records = [rows.episode_without(special, episode) for episode in records]
-        results += rewards.judge_episodes(game, records, where, 1)
-        episodes += records
-    warn_of_other_outcomes(episodes, results)
+    episodes, results = read_games(flags, game, chat)
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}

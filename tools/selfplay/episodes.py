@@ -4,19 +4,28 @@ import glob
 import json
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
+from tools.common.errors import UserError
 from tools.common.files import write_json, write_records
 from tools.common.ranks import barrier, on_rank_0, rank, world_size
 from tools.games.game import Game
 from tools.players.player import LENGTH, thought_is_open
 
 UNFINISHED = 3  # exit status if games are missing that the same command can play
+FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")
 logger = logging.getLogger(__name__)
+
+
+def run_of(path: str | Path) -> Path | None:
+    """FOLDER/STEM of the run of play whose file of games this is, by its name; None if it is called otherwise."""
+    named = FILE_OF_GAMES.fullmatch(Path(path).name)
+    return Path(path).resolve().with_name(named[1]) if named else None
 
 
 class Episode(TypedDict):
@@ -54,21 +63,23 @@ class EpisodeFiles:
         self.results_path = self.folder / f"{stem}_results.json"
         self.summary_path = self.folder / f"{stem}_summary.json"
         self.rank_path = self.folder / f"{stem}_rank{rank()}.jsonl"
-        self.rank_pattern = f"{glob.escape(stem)}_rank[0-9]*.jsonl"
+        # Not rank[0-9]*: of the run "words" that would be files of the run "words_rank1000" too.
+        self.rank_patterns = [f"{glob.escape(stem)}_rank{'[0-9]' * digits}.jsonl" for digits in range(1, 7)]
         self.rank_file: BinaryIO | None = None
 
     @property
     def patterns(self) -> list[str]:
         """The files that a run makes, as `utils.stage` takes them; the first is there when it is finished."""
-        return [glob.escape(self.results_path.name), self.rank_pattern, glob.escape(self.summary_path.name)]
+        return [glob.escape(self.results_path.name), *self.rank_patterns, glob.escape(self.summary_path.name)]
 
     def finished(self) -> dict[int, Episode]:
         """The finished games of all ranks by index, also of starts with other numbers of processes.
 
         Of two games with an index the first counts: a rank that outlived its launcher may have played one again.
+        UserError for a game of another word than the list has at its index.
         """
         episodes: dict[int, Episode] = {}
-        for path in sorted(self.folder.glob(self.rank_pattern)):
+        for path in sorted(path for pattern in self.rank_patterns for path in self.folder.glob(pattern)):
             # What follows the last line end is half a line or empty. Not splitlines: a reply may hold U+2028.
             lines = path.read_bytes().split(b"\n")[:-1]
             for number, line in enumerate(lines, start=1):
@@ -77,8 +88,16 @@ class EpisodeFiles:
                 except ValueError:  # two processes have written to it at once
                     logger.warning("%s:%d: not JSON; its game is played again", path, number)
                     continue
+                self._check_word(episode, f"{path}:{number}")
                 episodes.setdefault(episode["index"], episode)
         return episodes
+
+    def _check_word(self, episode: Episode, where: str) -> None:
+        index = episode["index"]
+        word = self.words[index] if index < len(self.words) else None
+        if episode["target_word"] != word:
+            wrong = f"its game {index} is about {episode['target_word']!r}, but the word list has {word!r} there"
+            raise UserError(f"{where}: {wrong}; take the list that was played, or play into another folder")
 
     def missing(self) -> list[tuple[int, str]]:
         """This rank's part of the games that are not finished: (index, word) pairs.
