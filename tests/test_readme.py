@@ -29,7 +29,6 @@ TEXTS = {
 TOP = TEXTS["README.md"]
 GAMES = TEXTS["tools/games/README.md"]
 PIECES = TEXTS["tools/spag.md"]
-ONE_GPU = TEXTS["configs/qwen3_4b.md"]
 LOOP = "tools/run_spag.py"
 CALL = re.compile(r"(?:python3?|torchrun) (?:[^;&|#\n]*? )?(tools[./][\w./]+|train\.py)([^;&|#\n]*)")
 
@@ -83,12 +82,8 @@ def test_programs_accept_the_flags_they_are_given(program):
         assert given <= accepted_flags(program, *subcommand), words
 
 
-def test_the_four_commands_and_those_of_the_loop_are_there():
+def test_the_readme_has_the_four_commands():
     assert {"train.py", "tools/play_llm_game.py", "tools/assign_rewards.py"} <= dict(calls(TOP)).keys()
-    words = {word for program, words in calls(TOP) if program == LOOP for word in words}
-    assert {"configs/llama2_7b.toml", "control=cloning", "like=outputs/first"} <= words
-    words = {word for program, words in calls(ONE_GPU) if program == LOOP for word in words}
-    assert {"configs/qwen3_4b.toml", "control=cloning", "like=outputs/imitation"} <= words
 
 
 @pytest.mark.parametrize("words", [words for program, words in CALLS if program == LOOP], ids=" ".join)
@@ -178,7 +173,8 @@ def test_comments_in_shell_blocks_hold_no_quote_which_a_pasted_line_would_open_i
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_leads_somewhere(name):
-    for path, anchor in re.findall(r"\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)", prose(TEXTS[name])):
+    # A badge of GitHub leads out of the repository.
+    for path, anchor in re.findall(r"\]\((?!https?:|../../actions)([^)\s#]*)#?([^)\s]*)\)", prose(TEXTS[name])):
         place = (ROOT / name).parent / path if path else ROOT / name
         assert place.exists(), path
         if anchor:  # GitHub makes it of a heading
