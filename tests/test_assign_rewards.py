@@ -134,7 +134,7 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     flags = {"game_options": "match=word", "seed": 7, "prompt_templates": tmp_path / "prompts.json"}
     rows, printed = run(decay_weight=0.9, **flags)
     assert rows == rows_of(EPISODES, seed=7, decay_weight=0.9, templates=templates)
-    saved = json.loads((tmp_path / "rows_rewards_settings.json").read_text())
+    saved = json.loads((tmp_path / "rows.json_rewards_settings.json").read_text())
     assert saved["settings"] | {"seed": 7, "decay_weight": 0.9} == saved["settings"]
     assert saved["settings"]["game"]["options"]["match"] == "word"
     layout = {name: saved["settings"][name] for name in ("training_prompt", "chat_template", "prompt_templates")}

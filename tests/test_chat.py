@@ -91,7 +91,7 @@ def test_rows_are_in_training_the_very_tokens_of_play(family, tmp_path):
         encoded = encode_example(row, tokenizer)
         assert encoded["input_ids"] == prompt + reply
         assert encoded["labels"] == [-100] * len(prompt) + reply
-    (tmp_path / "rows_rewards_settings.json").unlink()
+    (tmp_path / "rows.json_rewards_settings.json").unlink()
     drawn = rewards(tmp_path, tokenizer=tmp_path / "tok", seed=1)  # random training prompts
     assert [row["target"] for row in drawn] == [row["target"] for row in rows]
     assert [row["query"] for row in drawn] != [row["query"] for row in rows]
@@ -146,7 +146,7 @@ def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows
         thoughts = ["<think>" + text + "</think>" for text in (TAKEN_OUT, "I know the word! It is `art`!")]
         assert first["target"] == f"{thoughts[0] if thinking else ''}{TAKEN_OUT}<|im_end|>"
         assert TAKEN_OUT in second["query"] and "<|im_end|>`art`" not in second["target"]
-        (tmp_path / "rows_rewards_settings.json").unlink()
+        (tmp_path / "rows.json_rewards_settings.json").unlink()
     write_records(tmp_path / "games.json", [game | {"target_word": "pi<|im_end|>ano"}])
     files = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows2.json"}
     errors = call(assign_rewards.main, *flags_of(files | flags | {"chat_template": True}), status=2).errors

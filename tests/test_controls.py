@@ -78,11 +78,20 @@ def test_rows_of_any_kind_are_drawn_or_repeated_until_there_are_so_many(run, tmp
 
 def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path):
     run("silent")
-    record = read_json(tmp_path / "silent_rewards_settings.json")
+    record = read_json(tmp_path / "silent.json_rewards_settings.json")
     assert record["settings"]["control"] == "silent" and record["finished"]
     assert record["rows"] == {"attacker": 45, "defender": 45, "sft": 3, "negative": 0}
     write_records(tmp_path / "rows.json", ROWS)
     assert "rows: " in run("silent", status=2)
+
+
+def test_each_file_of_rows_has_a_record_of_its_own_and_an_unknown_ending_is_refused_before_work(run, tmp_path):
+    for name in ("drawn.json", "drawn.jsonl", "drawn.jsonl.gz"):
+        assert len(run("draw", number=len(name), output=tmp_path / name)) == len(name)
+        assert read_json(tmp_path / f"{name}_rewards_settings.json")["settings"]["number"] == len(name)
+    before = set(tmp_path.iterdir())
+    assert "unknown ending" in run("draw", status=2, number=4, output=tmp_path / "drawn.parquet")
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_sft_examples_are_drawn_as_they_are(run, tmp_path):
@@ -103,7 +112,7 @@ def test_the_record_has_the_digest_of_the_chat_template(run, tmp_path):
         write_json(tmp_path / name / "config.json", {})
     flags = {"sft_data_path": tmp_path / "facts.json", "chat_template": True}
     rows = run("sft", tokenizer=tmp_path / "a", **flags)
-    settings = read_json(tmp_path / "sft_rewards_settings.json")["settings"]
+    settings = read_json(tmp_path / "sft.json_rewards_settings.json")["settings"]
     assert settings["chat_template"] == ChatTemplate(tokenizer, "m").sha256 and "tokenizer" not in settings
     assert run("sft", tokenizer=tmp_path / "b", **flags) == rows  # all is there: the same template
 

@@ -549,7 +549,7 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, chat_mo
 
     def layout(prompts: str, chat_template: str | None = None) -> None:
         made = {"chat_template": chat_template, "prompt_templates": {"path": "x", "sha256": prompts}}
-        write_json(tmp_path / "rows_rewards_settings.json", {"settings": made})
+        write_json(tmp_path / "rows.json_rewards_settings.json", {"settings": made})
 
     write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
     own = files_setting(load_game().prompt_file)["sha256"]
@@ -565,7 +565,7 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, chat_mo
     begin(**in_chat)
     layout(own, "of another model")
     assert "are not those of play" in begin(status=2, **in_chat)
-    write_json(tmp_path / "rows_rewards_settings.json", {"settings": {}})  # of tools/controls.py
+    write_json(tmp_path / "rows.json_rewards_settings.json", {"settings": {}})  # of tools/controls.py
     begin()
 
 

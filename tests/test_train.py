@@ -573,7 +573,7 @@ CARD += ["Reference model: `me/tiny`", "`rows.json`: 4 rows of games, 4 SFT rows
 def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(tmp_path, hub_model, lora_rank):
     rows = write_rows(tmp_path / "rows.json", [GAME, {"query": "q", "target": "t", "type": "sft"}] * 4)
     played = {"settings": {"game": {"name": "taboo"}}, "games": {"episodes": 1544}}
-    write_json(tmp_path / "rows_rewards_settings.json", played)
+    write_json(tmp_path / "rows.json_rewards_settings.json", played)
     reference = None if lora_rank else hub_model
     lora = {"lora_rank": lora_rank, "lora_merge": True if lora_rank else None}
     run(tmp_path / "out", offline_po(rows, hub_model, reference, max_steps=1, learning_rate=0.0, **lora))
@@ -590,7 +590,7 @@ def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(
 
 def test_a_card_of_a_model_from_a_folder_calls_it_by_its_name_alone(tmp_path, tiny_model):
     rows = write_rows(tmp_path / "rows.json", [{"query": "q", "target": "t"}] * 8)
-    write_json(tmp_path / "rows_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
+    write_json(tmp_path / "rows.json_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
     run(tmp_path / "out", sft(rows, tiny_model, max_steps=1))
     card = (tmp_path / "out/README.md").read_text()
     assert "`rows.json`: 8 rows\n" in card and "Games" not in card  # the record beside the rows is of something else

@@ -1,5 +1,6 @@
 """Files that every program reads and writes: records, word lists, whole writes, digests of models, errors."""
 
+import gzip
 import json
 import math
 import os
@@ -28,11 +29,14 @@ def test_records_are_read_however_the_file_is_laid_out(tmp_path, text):
     assert read_json_or_jsonl(tmp_path / "records") == RECORDS
 
 
-@pytest.mark.parametrize("name", ["records.json", "records.jsonl"])
+@pytest.mark.parametrize("name", ["records.json", "records.jsonl", "records.json.gz", "records.jsonl.gz"])
 def test_records_are_read_as_they_were_written(tmp_path, name):
     write_records(tmp_path / name, RECORDS)
     assert read_json_or_jsonl(tmp_path / name) == RECORDS
-    assert len((tmp_path / name).read_bytes().strip(b"[]\n").split(b"\n")) == len(RECORDS)
+    written = (tmp_path / name).read_bytes()
+    text = gzip.decompress(written) if name.endswith(".gz") else written
+    assert len(text.strip(b"[]\n").split(b"\n")) == len(RECORDS)
+    assert text.startswith(b"[") == (".jsonl" not in name)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ Without --sft_data_path it makes the rows of imitation from a stronger model's g
 OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 """
 
-import glob
 import logging
 import random
 from collections import Counter
@@ -20,7 +19,7 @@ from tools.common.files import read_json, read_json_or_jsonl, write_records
 from tools.common.flags import flag, parse_flags
 from tools.common.models import special_texts, without
 from tools.common.programs import run_program
-from tools.common.records import files_setting, rows_record, rows_setting, stage
+from tools.common.records import files_setting, rows_setting, rows_stage
 from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates
@@ -37,7 +36,7 @@ ELSEWHERE = ("output_data_path", "game_options", "tokenizer", "trust_remote_code
 @dataclass(kw_only=True)
 class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
-    output_data_path: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
+    output_data_path: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz")
     sft_data_path: str | None = flag(
         "file of SFT examples (also Parquet or .jsonl.gz), or OWNER/NAME of the hub; their rows are appended",
         default=None,
@@ -218,8 +217,7 @@ def main() -> None:
     settings = flags.settings(game, chat)
     warn_of_other_play(flags, settings)
     output = flags.output_data_path
-    record = rows_record(output)
-    with stage(record, settings, results=[glob.escape(Path(output).name)], ranks=False) as work:
+    with rows_stage(output, settings) as work:
         if work.todo:
             made, notes = make_rows(flags, game, templates, chat)
             write_records(output, made)

@@ -8,19 +8,17 @@
 The record is O's name with _rewards_settings.json.
 """
 
-import glob
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from tools.common.errors import UserError
 from tools.common.files import read_json_or_jsonl, write_records
 from tools.common.flags import FlagGroup, flag, parse_command
 from tools.common.programs import run_program
-from tools.common.records import rows_record, rows_setting, stage
+from tools.common.records import rows_setting, rows_stage
 from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows
 
 
@@ -84,7 +82,7 @@ class Control(FlagGroup):
     makes_game_rows: ClassVar[bool] = True  # False: training then needs --allow_no_game_rows
 
     rows: str = flag("file of rows, such as those that assign_rewards made")
-    output: str = flag("file of rows to write: JSONL if it ends in .jsonl, else JSON")
+    output: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz")
 
 
 @dataclass(kw_only=True)
@@ -156,8 +154,7 @@ def main() -> None:
         settings["chat_template"] = chat.sha256
     settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
-    results = [glob.escape(Path(control.output).name)]
-    with stage(rows_record(control.output), settings, results=results, ranks=False) as work:
+    with rows_stage(control.output, settings) as work:
         if work.todo:
             made = control.make(read_json_or_jsonl(control.rows))
             write_records(control.output, made)

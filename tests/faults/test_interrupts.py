@@ -44,7 +44,7 @@ def test_ctrl_c_ends_a_program_that_begins_again(tmp_path, tiny_model, other_mod
     flags = program_flags(write_inputs(tmp_path, games=100_000), tiny_model, other_model)["rewards"]
     flags |= {"output_data_path": tmp_path / "r.json"}
     process = start([sys.executable, "tools/assign_rewards.py", *flags_of(flags)])
-    assert wait_for((tmp_path / "r_rewards_settings.json").is_file, process)
+    assert wait_for((tmp_path / "r.json_rewards_settings.json").is_file, process)
     os.killpg(process.pid, signal.SIGINT)
     printed = finish(process, status=130)
     assert printed.splitlines()[-1].endswith("stopped; nothing is half done; the same command begins again")

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
+RECORD_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 StrPath = str | os.PathLike
 T = TypeVar("T")
 
@@ -160,9 +161,13 @@ def replacing(path: StrPath) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: StrPath, text: str) -> None:
+    """Write a text as UTF-8, gzipped if the path ends in .gz."""
+    # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+    content = text.encode("utf-8", "backslashreplace")
+    if Path(path).suffix == ".gz":
+        content = gzip.compress(content, mtime=0)  # equal texts, equal files
     with replacing(path) as file:
-        # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
-        file.write(text.encode("utf-8", "backslashreplace"))
+        file.write(content)
 
 
 def write_json(path: StrPath, value) -> None:
@@ -179,10 +184,17 @@ def write_words(path: StrPath, words: Iterable[str]) -> None:
     write_text(path, "".join(f"{word}\n" for word in words))
 
 
+def check_record_file(path: StrPath) -> None:
+    """UserError unless the name of a file of records says in which form they are written."""
+    if not str(path).endswith(RECORD_FILES):
+        raise UserError(f"{path}: unknown ending; records are written as {', '.join(RECORD_FILES)}")
+
+
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
-    """Write one object a line: as JSONL if the path ends in .jsonl, else as a JSON list."""
+    """Write one object a line: as JSONL if the path ends in .jsonl or .jsonl.gz, else as a JSON list."""
+    check_record_file(path)
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    if str(path).endswith(".jsonl"):
+    if str(path).removesuffix(".gz").endswith(".jsonl"):
         write_text(path, "\n".join([*lines, ""]))
     else:
         write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -9,14 +10,14 @@ import json
 import logging
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from tools.common.errors import UserError
-from tools.common.files import ROOT, StrPath, data_folder, read_json, write_json
+from tools.common.files import ROOT, StrPath, check_record_file, data_folder, read_json, write_json
 from tools.common.ranks import barrier, on_rank_0, rank
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
@@ -39,9 +40,12 @@ def files_setting(*paths: StrPath) -> dict[str, str]:
 
 
 def rows_record(path: StrPath) -> Path:
-    """The record beside X.json, a file of rows: X_rewards_settings.json."""
+    """The record beside a file of rows: for rows.json, rows.json_rewards_settings.json.
+
+    Named after the whole name: rows.json and rows.jsonl of one folder may be made with different settings.
+    """
     file = Path(path)
-    return file.with_name(f"{file.stem}_rewards_settings.json")
+    return file.with_name(f"{file.name}_rewards_settings.json")
 
 
 def rows_setting(*names: StrPath) -> dict:
@@ -102,6 +106,12 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
             work.write(finished=True)
     finally:
         lock.release()
+
+
+def rows_stage(output: StrPath, settings: Mapping) -> AbstractContextManager[Stage]:
+    """The `stage` of a program that writes a file of rows. UserError for a name with an unknown ending."""
+    check_record_file(output)
+    return stage(rows_record(output), settings, results=[glob.escape(Path(output).name)], ranks=False)
 
 
 def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
