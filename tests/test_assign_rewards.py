@@ -18,6 +18,7 @@ from tools.common.records import files_setting
 from tools.common.rowformats import alpaca_to_row
 from tools.games import prompts
 from tools.games.taboo import Taboo
+from tools.selfplay.rewards import decay_shares
 
 GAME, WORD = Taboo(), "apple"
 GUESS = f"I know the word! It is `{WORD}`!"
@@ -54,6 +55,13 @@ def test_rows_are_the_recorded_ones_to_the_last_digit(run):
     rows = rows_of([episodes[i] for i in run["episode_ids"]], decay_weight=run["decay_weight"])
     keys = ("role", "target", "reward", "weight")
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in run["records"]]
+
+
+@pytest.mark.parametrize("count, gamma", [(1100, 0.5), (200_000, 0.99), (1, 1.0), (3, 1e-300)])
+def test_the_shares_of_any_number_of_messages_sum_to_1_and_the_last_is_the_largest(count, gamma):
+    shares = decay_shares(count, gamma)
+    assert len(shares) == count and sum(shares) == pytest.approx(1) and shares == sorted(shares)
+    assert shares[-1] == pytest.approx((1 - gamma) / (1 - gamma**count) if gamma < 1 else 1 / count)
 
 
 def test_weights_balance_the_roles_by_games():

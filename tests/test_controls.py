@@ -46,7 +46,7 @@ def test_cloning_weighs_each_kind_of_row_as_self_play_does(run, sft_coeff):
 
 def test_cloning_weighs_each_kind_as_micro_batches_do():
     """Of 2 rows, 8 of 9 pairs have one of the 6 game rows, and 5 of 9 one of the 3 SFT rows."""
-    games, sft = [{"reward": 1.0, "weight": 1.0}] * 6, [{"type": "sft"}] * 3
+    games, sft = [{**ROWS[0], "reward": 1.0, "weight": 1.0}] * 6, [SFT_ROWS[0]] * 3
     weights = [row["weight"] for row in cloned(games + sft, 0.5, 2)]
     assert weights == pytest.approx([8 / 9 * 9 / 6 / 0.5] * 6 + [5 / 9 * 9 / 3] * 3)
 
@@ -64,6 +64,25 @@ def test_sft_rows_are_repeated_to_as_many_rows_as_the_other_run_has(run, tmp_pat
 
 def test_silent_rows_are_those_of_the_other_run_with_weight_0_for_games(run):
     assert run("silent") == [row | {"weight": 0.0} for row in ROWS] + SFT_ROWS
+
+
+CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+PLAIN = {"query": "Q", "target": "T"}
+ALPACA = {"instruction": "Say it.", "output": "It."}
+
+
+def test_rows_without_type_weight_or_reward_are_what_training_takes_them_for(run, tmp_path):
+    rows = [{"messages": CONVERSATION}, ALPACA, PLAIN | {"reward": 0.5}, PLAIN | {"type": "sft"}]
+    write_records(tmp_path / "plain.json", rows)
+    silent = run("silent", rows=tmp_path / "plain.json")
+    assert [row.get("weight") for row in silent] == [None, None, 0.0, None]
+    weights = [row["weight"] for row in run("cloning", rows=tmp_path / "plain.json")]
+    assert weights == pytest.approx([4 / 3, 4 / 3, 0.5 / 0.5 * 4 / 1, 4 / 3])
+    assert run("draw", number=4, rows=tmp_path / "plain.json") == rows
+    assert read_json(tmp_path / "draw.json_rewards_settings.json")["rows"] == {"sft": 3, "game": 1, "negative": 0}
+    write_records(tmp_path / "bare.json", [ALPACA, PLAIN])
+    line = run("cloning", status=2, rows=tmp_path / "bare.json", output=tmp_path / "o.json")
+    assert "bare.json: row 2: no 'reward'" in line
 
 
 @pytest.mark.parametrize("number", [200, 30])

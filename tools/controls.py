@@ -19,11 +19,7 @@ from tools.common.files import read_json_or_jsonl, write_records
 from tools.common.flags import FlagGroup, flag, parse_command
 from tools.common.programs import run_program
 from tools.common.records import rows_setting, rows_stage
-from tools.selfplay.rows import ChatFlags, count_rows, counts_line, read_sft_rows
-
-
-def is_sft(row: dict) -> bool:
-    return row.get("type") == "sft"
+from tools.selfplay.rows import ChatFlags, count_rows, counts_line, is_sft, read_sft_rows
 
 
 def drawn(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
@@ -48,7 +44,7 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
         if is_sft(row):
             clones.append(row | {"weight": sft_factor})
             continue
-        weight = row["reward"] * row["weight"] / sft_coeff * game_factor
+        weight = row["reward"] * row.get("weight", 1.0) / sft_coeff * game_factor
         text = {key: value for key, value in row.items() if key not in ("reward", "role", "weight")}
         clones.append(text | {"type": "sft", "weight": weight})
     return clones
@@ -126,6 +122,9 @@ class Cloning(Control):
     rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
 
     def make(self, rows: list[dict]) -> list[dict]:
+        for number, row in enumerate(rows, start=1):
+            if row.get("reward") is None and not is_sft(row):
+                raise UserError(f"{self.rows}: row {number}: no 'reward', which a row of a game has under OfflinePO")
         # Such a row would be made less likely without limit, since nothing clips the loss of an SFT row.
         if any(row.get("reward", 0.0) < 0 for row in rows):
             raise UserError(f"{self.rows} has rewards below 0, of losers or ties; cloning imitates winners only")
@@ -157,8 +156,8 @@ def main() -> None:
     with rows_stage(control.output, settings) as work:
         if work.todo:
             made = control.make(read_json_or_jsonl(control.rows))
-            write_records(control.output, made)
             work.notes["rows"] = count_rows(made)
+            write_records(control.output, made)
     print(counts_line(work.notes))
 
 

@@ -174,6 +174,8 @@ def decay_shares(count: int, gamma: float) -> list[float]:
     They sum to 1, so a long game pays no more than a short one. With gamma below 1 a later message gets more, since it
     is nearer to what decided the game.
     """
-    powers = [(1 / gamma) ** k for k in range(count)]  # not gamma ** -k: so computed, as released, to the last digit
+    first = 1 - count if count * -math.log(gamma) > 700 else 0  # of so many messages, the last power would overflow
+    # Not gamma ** -k: so computed, as released, to the last digit.
+    powers = [(1 / gamma) ** k for k in range(first, first + count)]
     total = sum(powers)
     return [power / total for power in powers]

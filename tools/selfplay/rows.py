@@ -221,6 +221,12 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     return cast(Row, chat.row(dict(row))) if chat else row
 
 
+def is_sft(row: Mapping) -> bool:
+    """Whether training takes this row for an SFT row: so its type says, or it has `messages` or Alpaca's fields."""
+    read = read_row(row)
+    return "messages" in read or read.get("type") == "sft"
+
+
 def alpaca_to_turn(example: Mapping) -> dict:
     """Prompt and target of a raw Alpaca record; the prompt is what a user would send."""
     instruction, given, output = alpaca_texts(example)
@@ -248,7 +254,7 @@ def counts_line(notes: Mapping) -> str:
 
 
 def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
-    """How many rows there are of each role and of SFT, and how many have a reward below 0."""
-    counts = Counter(row.get("role", "sft") for row in rows)
+    """How many rows there are of SFT and of each role, and how many have a reward below 0."""
+    counts = Counter("sft" if is_sft(row) else row.get("role", "game") for row in rows)
     negative = sum(row.get("reward", 0.0) < 0 for row in rows)
     return dict(counts) | {"negative": negative}
