@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tools.common.errors import UserError, user_errors
 from tools.common.files import StrPath, read_records
-from tools.common.models import chat_text, check_token, whole_characters
+from tools.common.models import chat_text, check_token, encode_pairs
 from tools.common.ranks import on_each_machine, warn_on_rank_0
 from tools.common.rowformats import read_row
 
@@ -65,8 +65,8 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
         if weight < 0:
             raise UserError(f"weight {weight} is below 0; a row to avoid has a negative reward, under OfflinePO")
     return TextRow(
-        query=whole_characters(row["query"]),
-        target=whole_characters(row["target"]),
+        query=row["query"],
+        target=row["target"],
         weight=float(weight),
         reward=None if reward is None else float(reward),
         type=row.get("type"),
@@ -108,8 +108,9 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
 
     Query and target are tokenized separately and without special tokens: in play, too, the prompt is tokenized alone.
-    As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even if PAD is the same
-    token. A tokenizer without BOS adds none. A row with `chat_template` is encoded as query + target: the template has written the special tokens.
+    In a row with `chat_template`, whose template has written the special tokens, they are tokenized as one text
+    (`encode_pairs`). As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even
+    if PAD is the same token. A tokenizer without BOS adds none.
 
     Returns input_ids and labels (lists of one length), weight, reward (1.0 if the row has none) and is_sft. Raises
     UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
@@ -123,18 +124,17 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
 
-    Besides, `length` is the number of tokens, and `is_cut` tells whether there were more.
+    Besides, `length` is the number of tokens, `is_cut` tells whether there were more, and `is_apart` whether query and
+    target in a chat template were encoded apart.
     """
-    options = {"add_special_tokens": False, "verbose": False}
-    queries = tokenizer([row.query for row in rows], **options)["input_ids"]
-    targets = tokenizer([row.target for row in rows], **options)["input_ids"]
+    pairs = encode_pairs(tokenizer, [(row.query, row.target, row.chat_template) for row in rows])
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit = tokenizer.model_max_length
     # A row loses the beginning of its query, or, if it is cut from the right, the end of its target.
     cut = slice(-limit, None) if tokenizer.truncation_side == "left" else slice(limit)
     encoded = []
-    for row, query, target in zip(rows, queries, targets, strict=True):
+    for row, (query, target, is_apart) in zip(rows, pairs, strict=True):
         if not row.chat_template:
             if tokenizer.eos_token_id is None:
                 raise UserError("this tokenizer has no EOS, the token that ends a target")
@@ -150,7 +150,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict
         reward = 1.0 if row.reward is None else row.reward
         numbers = {"weight": row.weight, "reward": reward, "is_sft": row.is_sft}
         lengths = {"length": len(ids), "is_cut": len(query) + len(target) > limit}
-        encoded.append({"input_ids": ids, "labels": labels} | numbers | lengths)
+        encoded.append({"input_ids": ids, "labels": labels, "is_apart": is_apart} | numbers | lengths)
     return encoded
 
 
@@ -232,6 +232,7 @@ def encoded_batches(
                 rows=len(chunk),
                 sft=sum(batch["is_sft"]),
                 cut=sum(row["is_cut"] for row in encoded),
+                apart=sum(row["is_apart"] for row in encoded),
                 eos=sum(row.target.rstrip().endswith(eos) for row in chunk if not row.chat_template),
             )
     files = ", ".join(paths)
@@ -243,6 +244,9 @@ def encoded_batches(
             "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length keeps them whole",
             *(files, count["cut"], count["rows"], limit, lost),
         )
+    if count["apart"]:
+        line = "%s: in %d of %d rows a token would cross the border of query and target; they are encoded apart"
+        warn_on_rank_0(line, files, count["apart"], count["rows"])
     if count["eos"]:
         line = "%d targets end in the text of %s, which training adds to every target"
         warn_on_rank_0(line, count["eos"], eos)

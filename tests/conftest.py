@@ -78,6 +78,33 @@ def build_tokenizer(*special: str, chat_template: str | None = None):
     return tokenizer
 
 
+def build_sentencepiece(texts, vocab_size: int, *special: str, chat_template: str | None = None):
+    """A tokenizer as Llama-2's: a blank before each text, pieces within words, bytes for unknown characters.
+
+    Not trained by SentencePiece: the merges are those of a BPE over words.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
+    words.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False))
+    trained = json.loads(words.to_str())["model"]
+    learned = sorted(trained["vocab"], key=trained["vocab"].get)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [tuple(merge) for merge in trained["merges"]]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    blank = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([blank, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
 def load_chat_template(name: str) -> str:
     return (GOLDEN.parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 

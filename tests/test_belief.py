@@ -25,7 +25,7 @@ from tools.games.taboo import Taboo
 from tools.lab.world import build
 from tools.lab.world.players import Skill, load_lexicon
 from tools.measure import belief
-from tools.measure.belief import draw_candidates, encode_sentence, guesser_prompts, measure_game, with_secret
+from tools.measure.belief import draw_candidates, encode_sentences, guesser_prompts, measure_game, with_secret
 from tools.players.player import Sampling
 from trainers import label_logprob
 
@@ -86,7 +86,7 @@ def local(request, tmp_path) -> LocalModel:
 def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local, monkeypatch):
     monkeypatch.setattr(belief, "SENTENCES_IN_A_TREE", 4)  # two trees a prompt
     codec = local.codec
-    sentences = [encode_sentence(codec.tokenizer, guess(word), codec.chat) for word in WORDS]
+    guesses = [guess(word) for word in WORDS]
     messages = 0
     for game in [*GAMES, episode("lime", "A lime.")]:  # the last one has no hint
         prompts, secret = guesser_prompts(GAME, game, TEMPLATES, codec.chat), game["target_word"]
@@ -96,6 +96,7 @@ def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local
         ]
         for row, text in zip(rows, prompts, strict=True):
             prompt, _ = codec.encode(text)
+            sentences = encode_sentences(codec.tokenizer, text, guesses, codec.chat)
             values = dict(zip(WORDS, plain_logprobs(local.model, prompt, sentences), strict=True))
             assert row["belief"] == pytest.approx(values[secret], abs=2e-4)
             assert row["logprobs"] == pytest.approx(values, abs=3e-4) and next(iter(row["logprobs"])) == secret
@@ -145,7 +146,9 @@ def test_true_hints_raise_log_share_and_false_ones_do_not():
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     model = random_llama(len(tokenizer), 0, **shape, max_position_embeddings=256)
     local = LocalModel(model, tokenizer, Sampling())
-    rows = [(local.codec.encode(prompt)[0], encode_sentence(tokenizer, guessed)) for prompt, guessed in heard]
+    rows = [
+        (local.codec.encode(prompt)[0], *encode_sentences(tokenizer, prompt, [guessed])) for prompt, guessed in heard
+    ]
     optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(160):
         drawn = draw.sample(rows, 32)
@@ -265,7 +268,8 @@ def test_a_sentence_is_encoded_as_the_target_of_a_row_without_its_end(in_chat):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>") if chat else tokenizer.eos_token_id
     ours = [] if chat else [tokenizer.bos_token_id]
     ours += tokenizer(row["query"], add_special_tokens=False)["input_ids"]
-    assert ids == [*ours, *encode_sentence(tokenizer, guess("apple"), chat), end]
+    (sentence,) = encode_sentences(tokenizer, row["query"], [guess("apple")], chat)
+    assert ids == [*ours, *sentence, end]
 
 
 def message(hints: int, log_share: float, rank: int = 1, last: int = 1) -> dict:

@@ -4,8 +4,9 @@ import functools
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.common.errors import UserError, user_errors
 from tools.common.files import StrPath
@@ -159,6 +160,39 @@ def load_tokenizer(name: str, **options):
         options.pop("trust_remote_code", None)
         return PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
     return tokenizer
+
+
+def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text, without BOS and EOS; special tokens that stand in a text are read as such."""
+    texts = [whole_characters(text) for text in texts]
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+class EncodedPair(NamedTuple):
+    query: list[int]
+    target: list[int]
+    is_apart: bool  # in a chat template, but encoded apart
+
+
+def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[EncodedPair]:
+    """The token ids of each (query, target, chat_template).
+
+    In a chat template the two are encoded as one text, and the target is what lies behind the tokens of the query.
+    A SentencePiece tokenizer such as Llama-2's writes a blank before each text, so a target alone would begin with
+    another token ("▁It") than the model sampled behind its prompt ("I"). Where the query's tokens are no beginning of
+    the whole, because a merge crosses the border, the two are encoded apart. So are they without a template, as in the
+    release.
+    """
+    queries = list(dict.fromkeys(query for query, _, _ in pairs))
+    ids_of = dict(zip(queries, token_ids(tokenizer, queries), strict=True))
+    texts = token_ids(tokenizer, [query + target if chat else target for query, target, chat in pairs])
+    encoded = []
+    for (query, target, chat), ids in zip(pairs, texts, strict=True):
+        before = ids_of[query] if chat else []
+        is_apart = ids[: len(before)] != before
+        target_ids = token_ids(tokenizer, [target])[0] if is_apart else ids[len(before) :]
+        encoded.append(EncodedPair(ids_of[query], target_ids, is_apart))
+    return encoded
 
 
 def special_texts(tokenizer) -> frozenset[str]:

@@ -22,8 +22,8 @@ from tools.common.models import (
     load_model,
     load_tokenizer,
     special_texts,
+    token_ids,
     warn_of_positions,
-    whole_characters,
 )
 from tools.common.ranks import check_gpus, warn_of_idle_gpu
 from tools.engine.flags import EngineFlags
@@ -77,7 +77,7 @@ class Codec:
         UserError for a token that the model has no embedding of.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
-        ids += self.tokenizer(whole_characters(prompt), add_special_tokens=False, verbose=False)["input_ids"]
+        ids += token_ids(self.tokenizer, [prompt])[0]
         limit = self.sampling.max_length - self.sampling.max_new_tokens
         check_token(max(ids, default=0), self.tokenizer, self.vocab_size)
         return ids[-limit:], len(ids) > limit

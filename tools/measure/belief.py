@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tools.common.models import whole_characters
+from tools.common.models import encode_pairs
 from tools.games.game import Game
 from tools.games.prompts import Templates, answer
 from tools.players.player import Turn
@@ -118,15 +118,20 @@ def guesser_prompts(
     return prompts
 
 
-def encode_sentence(tokenizer, sentence: str, chat: "ChatTemplate | None" = None) -> list[int]:
-    """The token ids of a message as the target of a row, without the token that ends it.
+def encode_sentences(
+    tokenizer, prompt: str, sentences: Sequence[str], chat: "ChatTemplate | None" = None
+) -> list[list[int]]:
+    """The token ids of each message as the target of a row behind this prompt, without the token that ends it.
 
     A message that goes on behind its guess names the secret too, so the end is not measured.
     """
-    if chat:  # a template may write something before a reply
-        target = chat.row({"query": "", "target": sentence})["target"]
-        sentence = target[: target.rindex(sentence) + len(sentence)]
-    return tokenizer(whole_characters(sentence), add_special_tokens=False)["input_ids"]
+    if chat is None:
+        return [pair.target for pair in encode_pairs(tokenizer, [("", sentence, False) for sentence in sentences])]
+    pairs = []
+    for sentence in sentences:
+        target = chat.row({"query": prompt, "target": sentence})["target"]  # may begin with a text of the template's
+        pairs.append((prompt, target[: target.rindex(sentence) + len(sentence)], True))
+    return [pair.target for pair in encode_pairs(tokenizer, pairs)]
 
 
 # The sentences of a game follow the same prompt and begin alike ("I know the word! It is `"). A row for each prompt
@@ -257,12 +262,12 @@ def measure_game(
     secret = episode["target_word"]
     words = with_secret(game, secret, candidates, number)
     guesses = [answer(game, word, templates)[1] for word in words]
-    sentences = [encode_sentence(local.codec.tokenizer, guess, local.codec.chat) for guess in guesses]
     prompts = guesser_prompts(game, episode, templates, local.codec.chat)
     head = {"target_word": secret, "outcome": game_result(game, episode).outcome}
     messages: list[dict] = []
     for hints, prompt in enumerate(prompts):
         ids, prompt_cut = local.codec.encode(prompt)
+        sentences = encode_sentences(local.codec.tokenizer, prompt, guesses, local.codec.chat)
         logprobs = sentence_logprobs(local.model, ids, sentences)
         # Only the stored list of all candidates is rounded, to keep the file small; the measures are computed before.
         rounded = [round(logprob, 4) for logprob in logprobs]
