@@ -8,13 +8,19 @@ settings of the first arm by name; one that `after` names takes the folder of a 
 
 import json
 import os
+import re
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tools.common.errors import UserError
-from tools.common.files import ROOT, read_json, read_words, write_words
+from tools.common.files import ROOT, read_json, read_json_or_jsonl, read_text, read_words, write_json, write_words
 from tools.common.programs import run_program, run_python
 from tools.games.game import load_member
+from tools.lab.table import IMITATION, MEASURES
+from tools.lab.world import behaviour
+from tools.lab.world.players import load_lexicon
 
 ENGLISH = ROOT / "data" / "english"
 
@@ -45,6 +51,47 @@ def belief_among_all(loop: str) -> None:
     argv = ["--models", *models, "--games", seed_folder / "data/stray_belief_games.json", "--max_length", 136]
     argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed_folder / "all_words.txt"]
     run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))
+
+
+def what_models_do(loop: str) -> None:
+    """Count what each model of a loop does in its games, and the rows it was trained on: LOOP/measures.json.
+
+    The games are self-play and the matches against imitation. For imitation these are a match against itself, which is
+    played here where the loop has trained it, so that all models are seen with the same words.
+    """
+    folder = Path(loop)
+    if (folder / "imitation" / "model").is_dir():
+        match_of_imitation(folder)
+    lexicon = load_lexicon()
+    counts: dict[str, dict] = {}
+    player = IMITATION
+    for part in (folder / IMITATION, *sorted(folder.glob("epoch[0-9]"))):
+        for path in part.glob("episodes/*_results.json"):  # the model of the epoch before plays these games
+            counts.setdefault(player, {})["self-play"] = behaviour.count_games(read_json_or_jsonl(path), lexicon)
+        player = part.name
+        if (match := part / "eval" / "games_results.json").is_file():
+            of_match = behaviour.count_games(read_json_or_jsonl(match), lexicon, player)
+            counts.setdefault(player, {})["match"] = of_match
+        for path in (part / "rows" / name for name in ("rows.json", "winners.json")):  # the latter before cloning
+            if path.is_file() and (rows := behaviour.count_rows(read_json_or_jsonl(path))):
+                counts.setdefault(player, {})["rows"] = rows
+    write_json(folder / MEASURES, {model: {"counts": each, "measures": named(each)} for model, each in counts.items()})
+
+
+def named(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The measures of a model by name, such as "match: points"."""
+    of_games = {kind: behaviour.measures(counts[kind]) for kind in ("match", "self-play") if kind in counts}
+    of_games["rows"] = dict(counts.get("rows", {}))
+    return {f"{kind}: {name}": value for kind, measures in of_games.items() for name, value in measures.items()}
+
+
+def match_of_imitation(folder: Path) -> None:
+    """Let imitation play the match of epoch 1 against itself, by the command that the log of this match has."""
+    started = re.findall("^=== .*", read_text(folder / "logs" / "epoch1_eval.log"), re.MULTILINE)[-1]
+    command = shlex.split(started)
+    (program,) = (index for index, word in enumerate(command) if word.endswith("evaluate_games.py"))
+    own = ["--players", f"{IMITATION}={folder / IMITATION / 'model'}", "--output_dir", folder / IMITATION / "eval"]
+    run_python(*command[program:], *own)  # of a flag that stands twice the last one counts
 
 
 def newest_model(loop: str) -> list[str]:

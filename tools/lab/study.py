@@ -67,8 +67,10 @@ class Study:
     files: list[str] = field(default_factory=list)  # files of settings, which come before [all]
     prepare: str = ""  # a function that makes what the loops of a seed need
     after: str = ""  # a function that is called when a loop has ended
-    primary: list[list[str]] = field(default_factory=list)  # comparisons, whose p values are adjusted by Holm's method
-    minus: list[list[str]] = field(default_factory=list)  # further comparisons
+    # [MEASURE, ARM, OTHER], or with a margin within which the arms are called equal, [MEASURE, ARM, OTHER, MARGIN]:
+    primary: list[list[str]] = field(default_factory=list)  # their p values are adjusted by Holm's method
+    minus: list[list[str]] = field(default_factory=list)  # further ones
+    picture: list[str] = field(default_factory=list)  # measures that are drawn by epoch
 
 
 def read_study(path: str, settings: Sequence[str]) -> Study:
@@ -90,8 +92,11 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
     if not study.arms or not all(isinstance(arm_settings, dict) for arm_settings in study.arms.values()):
         raise UserError(f"{path}: a study needs arms, which are tables such as [arms.released]")
     for comparison in study.primary + study.minus:
-        if len(comparison) != 3 or not {*comparison[1:]} <= {*study.arms, table.BASE, table.IMITATION}:
-            raise UserError(f"{path}: {comparison}: expected [MEASURE, ARM, OTHER]; base and imitation are arms too")
+        if len(comparison) not in (3, 4) or not {*comparison[1:3]} <= {*study.arms, table.BASE, table.IMITATION}:
+            shape = "[MEASURE, ARM, OTHER] or [MEASURE, ARM, OTHER, MARGIN]"
+            raise UserError(f"{path}: {comparison}: expected {shape}; base and imitation are arms too")
+        with user_errors(f"{path}: {comparison}: the margin", ValueError):
+            list(map(float, comparison[3:]))
     for arm in study.arms:
         with prefix_errors(f"{path}: [arms.{arm}]: "):
             settings_of(study, arm, settings)

@@ -1,10 +1,11 @@
 """The numbers of a study: a small JSON file for each seed, and one table over seeds.
 
-    {"seed": 20, "arms": {ARM: {"settings": {...}, "made": {...}, "epochs": {"1": {MEASURE: number}, ...}}}}
+    {"seed": 20, "arms": {ARM: {"settings": {...}, "made": {...}, "epochs": {"1": {MEASURE: number}, ...},
+                                "counts": {"1": {...}, ...}}}}
 
-"settings" are those of tools/run_spag.py, in which {folder} stands for the folder of the seed; "made" has package
-versions and this project's commit. The arms "base" and "imitation" are the models that all arms of a seed share;
-their epoch is 0.
+"settings" are those of the loop, in which {folder} stands for the folder of the seed; "made" has package versions and
+this project's commit; "counts" are what a study's own measures were computed from. The arms "base" and "imitation" are
+the models that all arms of a seed share; their epoch is 0.
 
 A seed counts as one observation, because all its games come from the same trainings: intervals are Student's t over
 seeds. Differences are taken seed by seed, because the arms of a seed usually share the imitation model.
@@ -20,14 +21,28 @@ import pandas as pd
 
 from tools.common.files import ROOT, read_json, write_json
 from tools.loop.record import read_record
-from tools.measure.estimates import UNKNOWN, holm, markdown, student, with_interval
+from tools.measure.estimates import (
+    CONFIDENCE,
+    EQUIVALENCE,
+    UNKNOWN,
+    equivalence,
+    holm,
+    markdown,
+    student,
+    with_interval,
+)
 from tools.measure.matches import BOTH
 
 BASE = "base"
 IMITATION = "imitation"
-LEGEND = "Brackets: 95% over seeds, by Student's t. Differences are paired by seed."
+MEASURES = "measures.json"  # of a loop: what a study's own function measures
+LEGEND = f"Brackets: {CONFIDENCE:.0%} over seeds, by Student's t. Differences are paired by seed."
+EQUAL = (
+    "Equal: the p value is the larger one of two one-sided tests (TOST) that the difference is not below -margin, and "
+    f"not above the margin; {EQUIVALENCE:.0%} is the interval that goes with them, by Student's t."
+)
 Numbers = dict[str, float]  # by measure
-Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm
+Comparisons = Sequence[Sequence[str]]  # measure, arm, other arm, and where equality is tested the margin
 Lines = Iterable[Sequence]  # of a table
 
 
@@ -40,18 +55,17 @@ def collect(folder: Path, arms: Iterable[str]) -> None:
     for arm in arms:
         loop = folder / arm
         record = read_record(loop)
-        numbers = loop_numbers(loop)
-        for shared in (BASE, IMITATION):
-            # The loops of several arms may have measured it. The first one counts, even if a later arm has another
-            # imitation model.
-            if shared in numbers:
-                of_shared = of_arms.setdefault(shared, {"epochs": {"0": {}}})["epochs"]
-                of_shared["0"] = numbers.pop(shared) | of_shared["0"]
-        of_arms[arm] = {
-            "settings": {name: without_folder(value, folder) for name, value in record["settings"].items()},
-            "made": record["made_by"],
-            "epochs": {model.removeprefix("epoch"): of_model for model, of_model in numbers.items()},
-        }
+        numbers: dict[str, dict] = {"epochs": {}, "counts": {}}
+        for kind, of_models in (("epochs", loop_numbers(loop)), ("counts", loop_counts(loop))):
+            for model, of_model in of_models.items():
+                if model in (BASE, IMITATION):
+                    # Several arms may have measured it. The first one counts, even if a later arm has another one.
+                    of_shared = of_arms.setdefault(model, {"epochs": {"0": {}}, "counts": {"0": {}}})[kind]
+                    of_shared["0"] = of_model | of_shared["0"]
+                else:
+                    numbers[kind][model.removeprefix("epoch")] = of_model
+        settings = {name: without_folder(value, folder) for name, value in record["settings"].items()}
+        of_arms[arm] = {"settings": settings, "made": record["made_by"], **numbers}
     write_json(folder.with_suffix(".json"), {"seed": int(folder.name.removeprefix("seed")), "arms": of_arms})
 
 
@@ -67,17 +81,7 @@ def without_folder(value, folder: Path):
 
 
 def loop_numbers(loop: Path) -> dict[str, Numbers]:
-    """The numbers of each model of a loop: base, imitation, epoch1, ...
-
-    A new number of a study is read from the loop's files here; all measures then appear in the table by their names. A
-    finished seed lacks it. Delete one of the seed's ARM.finished and give the same command: that arm's loop finds its
-    work done, and `collect` reads all arms of the seed again. Stored tables in data/results have an older form, which
-    this code does not read.
-
-    What no stage of the loop measures, such as a match against a scripted player, is measured by the function `after`
-    of the file of arms: `belief_among_all` in tools/lab/preparations.py starts such a program for the newest model. A
-    loop has one such function. A result under the name of one that is read already would replace it.
-    """
+    """The numbers of each model of a loop by name: base, imitation, epoch1, ..."""
     numbers: dict[str, Numbers] = defaultdict(dict)
     player = IMITATION
     steps = 0  # of all trainings up to an epoch
@@ -102,7 +106,20 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
     if benchmarks.is_file():
         for row in read_json(benchmarks)["results"]:
             numbers[row["model"]][row["benchmark"]] = row["value"]
+    for model, measured in own_measures(loop).items():
+        numbers[model] |= measured["measures"]
     return dict(numbers)
+
+
+def loop_counts(loop: Path) -> dict[str, Mapping]:
+    """The counts of each model behind the measures of a study's own function."""
+    return {model: measured["counts"] for model, measured in own_measures(loop).items()}
+
+
+def own_measures(loop: Path) -> dict[str, dict]:
+    """What a study's function `after` has left: {MODEL: {"measures": {NAME: number}, "counts": {...}}}."""
+    path = loop / MEASURES
+    return read_json(path) if path.is_file() else {}
 
 
 def play_numbers(summary: Mapping) -> Numbers:
@@ -133,11 +150,10 @@ def match_numbers(match: Mapping, player: str) -> Numbers:
 
 
 def belief_numbers(row: Mapping) -> Numbers:
-    """The numbers of a row of tools/evaluate_belief.py. Their names tell the candidates, and the hints unless last.
+    """The numbers of a row of belief. Their names tell the candidates, and the hints unless last.
 
-    Values among different numbers of candidates do not compare, so the number is a part of the name. If it changes,
-    the comparisons in configs/arms must name the new measure. `belief` is left out, because it also rises when a model
-    only becomes readier to guess.
+    Values among different numbers of candidates do not compare, so the number is a part of the name. `belief` is left
+    out, because it also rises when a model only becomes readier to guess.
     """
     where = f"among {row['candidates']}"
     if row["hints"] != "last":
@@ -171,28 +187,46 @@ def mean_lines(frame: pd.DataFrame) -> Lines:
 
 
 def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted: bool) -> Lines:
-    """A line for each comparison. Adjusted p values are Holm's for all of these."""
-    yield ["measure", "arm", "minus", "epoch", "difference", "p by Holm" if adjusted else "p", "of each seed"]
-    all_gaps = [paired(frame, *comparison) for comparison in comparisons]
-    p_values = [math.nan if gaps.empty else student(gaps.tolist())[-1] for gaps in all_gaps]
+    """A line for each comparison. Adjusted p values are Holm's for all of these, tests of equality too."""
+    p_title = "p by Holm" if adjusted else "p"
+    yield ["measure", "arm", "minus", "epoch", "difference", "equal", p_title, "of each seed"]
+    all_gaps = [paired(frame, *comparison[:3]) for comparison in comparisons]
+    margins = [float(comparison[3]) if comparison[3:] else None for comparison in comparisons]
+    p_values = list(map(p_value, all_gaps, margins))
     if adjusted:
         p_values = holm(p_values)
-    for comparison, gaps, p in zip(comparisons, all_gaps, p_values, strict=True):
-        if gaps.empty:  # also for a misspelt measure: `read_study` checks arms alone, results bring the measures
-            yield [*comparison, *[UNKNOWN] * 4]
+    for comparison, gaps, margin, p in zip(comparisons, all_gaps, margins, p_values, strict=True):
+        names = comparison[:3]
+        if gaps.empty:  # also for a misspelt measure: the names of measures come from results
+            yield [*names, *[UNKNOWN] * 5]
             continue
         mean, interval, _ = student(gaps.tolist())
         form = "+" + form_of(mean)
         of_each_seed = ", ".join(format(gap, form) for gap in gaps)
-        yield [*comparison, gaps.name, with_interval(mean, interval, form), p_text(p), of_each_seed]
+        equal = UNKNOWN if margin is None else equality_text(gaps, margin)
+        yield [*names, gaps.name, with_interval(mean, interval, form), equal, p_text(p), of_each_seed]
+
+
+def p_value(gaps: pd.Series, margin: float | None) -> float:
+    """Of a difference that is 0, or, with a margin, of one that is not smaller than it; nan without seeds."""
+    if gaps.empty:
+        return math.nan
+    values = gaps.tolist()
+    return student(values)[-1] if margin is None else equivalence(values, margin)[-1]
+
+
+def equality_text(gaps: pd.Series, margin: float) -> str:
+    _, interval, _ = equivalence(gaps.tolist(), margin)
+    if interval is None:
+        return f"margin {margin}"
+    low, high = interval
+    return f"margin {margin}: {EQUIVALENCE:.0%} [{low:+.3f}, {high:+.3f}]"
 
 
 def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> pd.Series:
     """An arm's measure minus another's for each seed that has both; its name is the epoch. Empty without any.
 
-    The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs. For an
-    earlier epoch, choose its column in the last line: `gaps` has all epochs that both have. A comparison in a file of
-    arms names no epoch; `read_study` in tools/lab/study.py checks its length, and `difference_lines` hands it over.
+    The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs.
     """
     lines = frame[frame.measure == measure]
     values = by_seed_and_epoch(lines, arm)
@@ -224,7 +258,8 @@ def p_text(p: float) -> str:
 def table_text(seeds: Sequence[Mapping], primary: Comparisons, minus: Comparisons) -> str:
     """The comparisons that the file of arms declares, and all means, in Markdown."""
     frame = to_frame(seeds)
-    text = f"{LEGEND}\n"
+    legend = f"{LEGEND} {EQUAL}" if any(comparison[3:] for comparison in (*primary, *minus)) else LEGEND
+    text = f"{legend}\n"
     if primary:
         text += f"\n## Primary comparisons\n\n{markdown(difference_lines(frame, primary, adjusted=True))}\n"
     if minus:

@@ -7,24 +7,22 @@ clusters.
 import math
 from collections.abc import Iterable, Sequence
 
-# Of all intervals. These texts repeat it: HOW_COUNTED in tools/measure/match_text.py, `headline` in
-# tools/measure/report_page.py, and LEGEND in tools/lab/table.py. Intervals that are stored keep their level.
-CONFIDENCE = 0.95
+CONFIDENCE = 0.95  # level of all intervals; those that are stored keep their level
+EQUIVALENCE = (
+    2 * CONFIDENCE - 1
+)  # level of the interval that lies inside the margin where TOST rejects at 1 - CONFIDENCE
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
 UNKNOWN = "-"  # a cell of tables
 
 
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the mean of values between 0 and 1 and its 95% interval.
+    """Return the mean of values between 0 and 1 and its interval of level CONFIDENCE.
 
     `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
     Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE. The quantile is Student's,
     because SE is itself estimated, from as many numbers as there are clusters.
     Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
     Wilson's interval stays between 0 and 1, and does not shrink to a point where all observations are alike.
-
-    `summarise` in tools/measure/matches.py gives the clusters, one for each target word. The intervals are stored in
-    matches.json, so another method shows only in new matches, or where stored games are counted again (see there).
     """
     mean = sum(totals) / sum(sizes)
     error = clustered_standard_error(sizes, totals)
@@ -58,22 +56,45 @@ def wilson(rate: float, observations: float, quantile: float) -> list[float]:
 
 
 def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
-    """The mean of independent values, Student's 95% interval, and the p value of a mean of 0.
+    """The mean of independent values, Student's interval of level CONFIDENCE, and the p value of a mean of 0.
 
     No interval (None) and no p value (nan) for a single value, which has no spread to estimate, or for values that are
-    all equal, whose interval would be a point. A table then shows the mean alone, and "-" in the place of p.
+    all equal, whose interval would be a point.
     """
     from scipy import stats  # takes a second
 
+    mean, error = mean_and_error(values)
+    if error is None:
+        return mean, None, math.nan
+    half = t_quantile(len(values) - 1) * error
+    p_value = 2 * stats.t.sf(abs(mean) / error, len(values) - 1)
+    return mean, [mean - half, mean + half], float(p_value)
+
+
+def equivalence(values: Sequence[float], margin: float) -> tuple[float, list[float] | None, float]:
+    """The mean of independent values, its interval of level EQUIVALENCE, and the p value of |mean| >= margin.
+
+    Two one-sided tests (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987): p is the larger of theirs. It is below
+    1 - CONFIDENCE exactly where the interval lies between -margin and margin. None and nan as in `student`.
+    """
+    from scipy import stats  # takes a second
+
+    mean, error = mean_and_error(values)
+    if error is None:
+        return mean, None, math.nan
+    half = t_quantile(len(values) - 1, EQUIVALENCE) * error
+    p_value = stats.t.sf((margin - abs(mean)) / error, len(values) - 1)
+    return mean, [mean - half, mean + half], float(p_value)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of independent values and its standard error; None for a single value or values that are all equal."""
     number = len(values)
     mean = sum(values) / number
     if max(values) - min(values) < ROUNDING:
-        return mean, None, math.nan
+        return mean, None
     variance = sum((value - mean) ** 2 for value in values) / (number - 1)
-    error = math.sqrt(variance / number)
-    half = t_quantile(number - 1) * error
-    p_value = 2 * stats.t.sf(abs(mean) / error, number - 1)
-    return mean, [mean - half, mean + half], float(p_value)
+    return mean, math.sqrt(variance / number)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -90,11 +111,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def t_quantile(freedom: float) -> float:
-    """Student's quantile of a two-sided interval of level CONFIDENCE; the normal one for infinite freedom."""
+def t_quantile(freedom: float, level: float = CONFIDENCE) -> float:
+    """Student's quantile of a two-sided interval of this level; the normal one for infinite freedom."""
     from scipy import stats  # takes a second
 
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return float(stats.t.ppf((1 + level) / 2, freedom))
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
