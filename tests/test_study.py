@@ -260,7 +260,7 @@ def points_minus_controls(name: str, arm: str, epoch: int) -> dict[str, list[flo
     """The columns of RESULTS' table that compare an arm with the two controls: differences of points by seed."""
     frame = stored_frame(name)
     frame = frame[frame.epoch == epoch]
-    controls = {"minus copying": "cloning", "minus no games": "sft"}
+    controls = {"minus cloning": "cloning", "minus sft": "sft"}
     return {
         column: [] if arm == control else table.paired(frame, "points", arm, control).tolist()
         for column, control in controls.items()
