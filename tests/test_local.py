@@ -13,17 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build_llama, build_tokenizer
+from conftest import build_llama, build_sentencepiece, build_tokenizer
 from helpers import call, copy_model, flags_of, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, MistralConfig
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, MistralConfig
 
 import train
 from tools import evaluate_games
 from tools.common.errors import UserError
-from tools.common.files import ROOT
+from tools.common.files import ROOT, read_json, write_json
 from tools.common.flags import parse_flags
-from tools.common.models import load_model, model_setting
+from tools.common.models import load_model, load_tokenizer, model_setting, token_ids
 from tools.common.records import files_setting
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
@@ -215,6 +216,42 @@ def test_a_maximum_length_beyond_the_positions_is_one_warning(caplog):
         LocalModel(model, tokenizer, EngineFlags(max_length=max_length, max_new_tokens=8, task_type="testing"))
         messages = [record.getMessage() for record in caplog.records if record.name == "tools.common.ranks"]
         assert len(messages) == warnings and all(re.search("65, .* 64 positions", message) for message in messages)
+
+
+# What tokenizer_config.json says (class, legacy), and (normalizer, pre_tokenizer) of tokenizer.json.
+NO_BLANK = normalizers.Replace(" ", "▁"), None
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None
+DIGITS = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+SETUPS = [
+    *(("LlamaTokenizer", pipeline, legacy) for pipeline in (NO_BLANK, PREPEND) for legacy in (None, True, False)),
+    *(("LlamaTokenizer", (None, pre_tokenizers.Metaspace("▁", scheme, False)), scheme == "always")
+      for scheme in ("first", "always")),
+    *((name, (None, pre_tokenizers.Sequence(DIGITS)), None)
+      for name in ("GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, pipeline, legacy", SETUPS)
+def test_a_tokenizer_splits_texts_as_its_file_does_and_so_does_a_saved_one(name, pipeline, legacy, tmp_path):
+    texts = ["It goes.", " It  goes", "<s>Hi</s>It goes", "650841823 日本"]
+    is_byte_level = pipeline[1] is not None and "Digits" in repr(pipeline[1])
+    made = build_tokenizer() if is_byte_level else build_sentencepiece(texts, 400)
+    made.backend_tokenizer.normalizer, made.backend_tokenizer.pre_tokenizer = pipeline
+    made.save_pretrained(tmp_path / "base")
+    config = read_json(tmp_path / "base" / "tokenizer_config.json") | {"tokenizer_class": name}
+    if name == "LlamaTokenizer":  # the class names them
+        config = {key: value for key, value in config.items() if key not in ("bos_token", "eos_token")}
+    write_json(tmp_path / "base" / "tokenizer_config.json", config | ({} if legacy is None else {"legacy": legacy}))
+    file = Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json"))
+    ids = [file.encode(text, add_special_tokens=False).ids for text in texts]
+    for folder in (tmp_path / "base", tmp_path / "saved"):
+        write_json(folder / "config.json", {"model_type": "llama"})
+        tokenizer = load_tokenizer(str(folder))
+        assert token_ids(tokenizer, texts) == ids
+        assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+        tokenizer.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")  # by programs of others
+    assert token_ids(saved, texts) == ids
 
 
 class EchoEngine:

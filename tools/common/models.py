@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
-BYTE_LEVEL = re.compile(r'"type":\s*"ByteLevel"')
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 # What templates that tell the date are given, so that prompts do not change from day to day: the default of Llama 3's.
@@ -148,18 +147,36 @@ def check_token(token: int, tokenizer, vocab_size: float) -> None:
 
 
 def load_tokenizer(name: str, **options):
-    """A model's tokenizer, never by mistral-common, which reads tekken.json and gives "[INST]" other ids."""
+    """A model's tokenizer, which splits texts as its tokenizer.json does, where there is one.
+
+    transformers 5 builds some classes anew by their name: a file of LlamaTokenizer that writes no blank before texts
+    (Yi) would get one, and a byte-level one (DeepSeek) would lose its blanks. mistral-common is left out: it reads
+    tekken.json, and gives "[INST]" other ids.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = from_folder(AutoTokenizer, name, mistral_format=False, **options)
+    if (legacy := getattr(tokenizer, "legacy", None)) is not None:
+        tokenizer.init_kwargs["legacy"] = legacy  # which save_pretrained would leave out of tokenizer_config.json
     file = model_folder(name) / "tokenizer.json"
-    is_llama = type(tokenizer).__name__ == "LlamaTokenizer" and file.is_file()
-    if is_llama and BYTE_LEVEL.search(file.read_text("utf-8")):
-        # DeepSeek's Llamas: transformers before 5.24 knows them only by their names on the hub, else it loses blanks.
-        # This goes when requirements.txt asks for transformers 5.24.
-        options.pop("trust_remote_code", None)
-        return PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
-    return tokenizer
+    if not file.is_file() or not hasattr(tokenizer, "backend_tokenizer") or _splits_as(tokenizer, file):
+        return tokenizer
+    options.pop("trust_remote_code", None)
+    as_in_file = PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
+    for role, text in tokenizer.special_tokens_map.items():  # such as BOS, where only the class names it
+        if getattr(as_in_file, role, None) is None:
+            setattr(as_in_file, role, text)
+    return as_in_file
+
+
+def _splits_as(tokenizer, file: Path) -> bool:
+    """Whether a tokenizer's normalizer and pre_tokenizer are those of a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    ours = tokenizer.backend_tokenizer
+    stored = Tokenizer.from_file(str(file))
+    pairs = [(ours.normalizer, stored.normalizer), (ours.pre_tokenizer, stored.pre_tokenizer)]
+    return all(one.__getstate__() == other.__getstate__() for one, other in pairs)  # as JSON; None has none
 
 
 def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
