@@ -30,7 +30,7 @@ from tools.engine.flags import EngineFlags
 from tools.engine.state import TorchState
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import ALL_THOUGHT_TAGS
-from tools.players.player import LENGTH, STOP, Player, Reply, Sampling, Turn, draw_seed
+from tools.players.player import LENGTH, STOP, ModelPlayer, Reply, Sampling, Turn, draw_seed
 
 # All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
 # are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
@@ -272,20 +272,18 @@ class Batcher:
         return now
 
 
-class LocalPlayer(Player):
-    """Plays with a model in this process. All local players of a process share one batcher.
-
-    To choose among several replies, `reply` can submit the prompt several times and return one of the replies. For
-    vLLM each needs a seed of its own. `default_games_at_once` (tools/players/make.py) counts one request for each
-    game. A flag for it in Sampling (tools/players/player.py) is recorded, and stands here in
-    `self.engine.codec.sampling`. ServerPlayer (tools/players/server.py) needs the same.
-    """
+class LocalPlayer(ModelPlayer):
+    """Plays with a model in this process. All local players of a process share one batcher."""
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine = engine
         self.batcher = batcher
         self.seed = seed
         self.special_texts = special_texts(engine.codec.tokenizer)
+        self.answers_at_once = engine.size
+        # Such an engine keeps the keys and values of a game between its messages; those of more games than its size
+        # would displace each other. Plain generate keeps none, so with two models the sum keeps both batches full.
+        self.most_games = engine.size if engine.size_limits_games else math.inf
 
     async def reply(self, turn: Turn) -> Reply:
         text = turn.prompt(self.engine.codec.chat)

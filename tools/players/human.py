@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from tools.common.errors import UserError, printable
 from tools.common.ranks import world_size
 from tools.games.game import Game, History
+from tools.players.flags import PlayFlags
 from tools.players.player import STOP, Player, Reply, Turn
 
 with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
@@ -17,11 +18,7 @@ HUMAN = "human"
 
 
 class HumanPlayer(Player):
-    """UserError without a terminal, or in a launch of several processes, whose games would ask at the same time.
-
-    `make_players` (tools/players/make.py) lets one game run at a time, and `play_words` (tools/selfplay/play.py) shows
-    no bar.
-    """
+    """UserError without a terminal, or in a launch of several processes, whose games would ask at the same time."""
 
     at_terminal = True
 
@@ -30,6 +27,14 @@ class HumanPlayer(Player):
             raise UserError(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
         self.game = game
         self.role = ""
+
+    @classmethod
+    def named(cls, name: str, game: Game, flags: PlayFlags, seed: str) -> "HumanPlayer":
+        return cls(game)
+
+    @classmethod
+    def setting(cls, name: str, flags: PlayFlags) -> str:
+        return HUMAN
 
     async def reply(self, turn: Turn) -> Reply:
         """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt.

@@ -1,16 +1,10 @@
-"""From the players' names on the command line to players. Models that play are loaded here, and torch with them.
-
-A further kind of player is a subclass of Player (tools/players/player.py). Its name is read in `is_local`,
-`player_setting` and `make_players`. `default_games_at_once` must count how many messages it answers at once: a player
-that is not counted there is taken for a function, which answers at once. A class of its flags is a base of PlayFlags
-(tools/players/flags.py). The help texts in tools/play_llm_game.py and tools/evaluate_games.py list the kinds.
-"""
+"""From the players' names on the command line to players. Models that play are loaded here, and torch with them."""
 
 import gc
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +16,10 @@ from tools.common.ranks import on_rank_0, rank, world_size
 from tools.common.records import Stage
 from tools.engine.flags import AUTO, ENGINES, SLOTS, VLLM
 from tools.engine.vllm import INSTALL, has_vllm
-from tools.games.game import Game, load_member, member_setting
+from tools.games.game import Game
 from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
-from tools.players.player import SCRIPTED, Choose, Player, ScriptedPlayer
+from tools.players.player import SCRIPTED, Choose, ModelPlayer, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
 
 if TYPE_CHECKING:
@@ -33,16 +27,19 @@ if TYPE_CHECKING:
     from tools.engine.state import TorchState
 
 logger = logging.getLogger(__name__)
-SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
+# Kinds of players by what their names begin with; any other name is a model, a folder or of the hub.
+KINDS: dict[str, type[Player]] = {HUMAN: HumanPlayer, SCRIPTED: ScriptedPlayer, SERVER: ServerPlayer}
 NoteEngines = Callable[[Iterable[str]], None]
 # One match's models by folder; the key is the text of models and flags.
 _loaded: dict[str, dict[Path, "StartEngine"]] = {}
 _in_memory = ExitStack()  # the blocks of Engine.loaded that these models are in
 
 
-def is_local(name: str | Choose) -> bool:
-    """Whether this player is a model in this process: a folder, or a name on the hub."""
-    return isinstance(name, str) and name != HUMAN and not name.startswith((SCRIPTED, SERVER))
+def kind_of(name: str) -> tuple[type[Player], str]:
+    """The kind of the player with this name on the command line, and the name without the prefix of the kind."""
+    prefix, colon, rest = name.partition(":")
+    kind = KINDS.get(prefix + colon)
+    return (kind, rest) if kind else (ModelPlayer, name)
 
 
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
@@ -53,7 +50,7 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     it has kernels of its own, and our engine is plain torch. On a CPU `auto` never takes it. If vLLM does not start,
     the program ends, and no other engine takes over (`_start` in tools/engine/vllm.py).
     """
-    if not any(map(is_local, names)):
+    if not any(kind_of(name)[0] is ModelPlayer for name in names):
         return flags
     if flags.engine != AUTO:
         logger.info("engine %s: --engine asks for it", flags.engine)
@@ -71,18 +68,9 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as a setting of a stage: all of it that games depend on. A server may move, so its URL is no part.
-
-    A model is compared by the digest of its folder, so `stage` in utils.py refuses to go on with a model that was
-    trained again at the same path. What a server computes with is not known: its model has the name alone.
-    `differences_from_play` in tools/assign_rewards.py reads "api" and "path" to compare the prompts of rows with those
-    of play.
-    """
-    if name.startswith(SERVER):
-        return {"path": name, "api": flags.openai_api}
-    if name.startswith(SCRIPTED):
-        return member_setting(name.removeprefix(SCRIPTED))
-    return model_setting(name) if is_local(name) else name
+    """A player as a setting of a stage: all of it that games depend on."""
+    kind, rest = kind_of(name)
+    return kind.setting(rest, flags)
 
 
 def engine_notes(work: Stage) -> NoteEngines:
@@ -118,51 +106,56 @@ def make_players(
     is given the names of engines once they have started. If no flag gives the number of games at once or an engine's
     type of numbers, the log alone says what they are.
     """
-    folders = {name: model_folder(name).resolve() for name in names if is_local(name)}
-    limit = 1 if HUMAN in names else flags.concurrent_games  # a person plays one game after the other
+    kinds = {name: kind_of(name) for name in names if isinstance(name, str)}
+    folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
+    # A person plays one game after the other.
+    limit = 1 if any(kind.at_terminal for kind, _ in kinds.values()) else flags.concurrent_games
     players: dict[str | Choose, Player] = {}
-    engines: dict[Path, Engine] = {}
     if folders:
-        from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
-        from tools.engine.state import TorchState
-
-        precision = "high" if flags.tf32 else "highest"
-        to_load = sorted(set(folders.values()))
-        loading = TorchState(precision=precision)
-        engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf, loading).result()
-        note_engines(engine.name for engine in engines.values())
-        own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)
-        batcher = Batcher(TorchState(own_seed, precision))
+        players |= _local_players(folders, flags, limit, seed, games_left, note_engines)
     for name in dict.fromkeys(names):
         if callable(name):
             players[name] = ScriptedPlayer(name, flags.thinking)
-        elif name == HUMAN:
-            players[name] = HumanPlayer(game)
-        elif name.startswith(SCRIPTED):
-            players[name] = ScriptedPlayer(load_member(name.removeprefix(SCRIPTED)), flags.thinking)
-        elif name.startswith(SERVER):
-            players[name] = ServerPlayer(name.removeprefix(SERVER), flags, f"{seed}/{games_left}")
-        else:
-            players[name] = LocalPlayer(engines[folders[name]], batcher, seed)
-    at_once = limit or default_games_at_once(players.values(), engines.values(), games_left)
-    for folder, engine in engines.items():
-        logger.info("%s: engine %s %s, %d games at once", folder, engine.name, engine.computes_in, at_once)
+        elif name not in folders:
+            kind, rest = kinds[name]
+            players[name] = kind.named(rest, game, flags, f"{seed}/{games_left}")
+    at_once = limit or default_games_at_once(set(players.values()), games_left)
+    if folders:
+        logger.info("%d games at once", at_once)
     return {role: players[name] for role, name in zip(game.roles, names, strict=True)}, at_once
 
 
-def default_games_at_once(players: Iterable[Player], engines: Collection["Engine"], games_left: int) -> int:
-    """As many games as the players answer messages at once, so that none of them waits for work.
-
-    An engine whose `size_limits_games` is true allows at most its `size`, also beside another engine: it keeps the
-    keys and values of a game between its messages, and those of more games would displace each other. Plain generate
-    keeps none, so with two models the sum keeps both batches full.
-    """
-    servers = sum(isinstance(player, ServerPlayer) for player in players)
-    answered_at_once = servers * SERVER_GAMES + sum(engine.size for engine in engines)
+def default_games_at_once(players: Collection[Player], games_left: int) -> int:
+    """As many games as the players answer messages at once, so that none of them waits for work."""
+    answered_at_once = sum(player.answers_at_once for player in players)
     if not answered_at_once:  # functions answer at once
         return games_left
-    limits = [engine.size for engine in engines if engine.size_limits_games]
-    return min([answered_at_once, *limits])
+    return int(min(answered_at_once, *(player.most_games for player in players)))
+
+
+def _local_players(
+    folders: Mapping[str, Path],
+    flags: PlayFlags,
+    limit: int | None,
+    seed: int | str,
+    games_left: int,
+    note_engines: NoteEngines,
+) -> dict[str | Choose, Player]:
+    """A player for each model; names of the same folder share one, so that it answers both roles in one batch."""
+    from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
+    from tools.engine.state import TorchState
+
+    precision = "high" if flags.tf32 else "highest"
+    to_load = sorted(set(folders.values()))
+    loading = TorchState(precision=precision)
+    engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf, loading).result()
+    note_engines(engine.name for engine in engines.values())
+    for folder, engine in engines.items():
+        logger.info("%s: engine %s %s", folder, engine.name, engine.computes_in)
+    own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)
+    batcher = Batcher(TorchState(own_seed, precision))
+    players = {folder: LocalPlayer(engine, batcher, seed) for folder, engine in engines.items()}
+    return {name: players[folder] for name, folder in folders.items()}
 
 
 def _start_engines(

@@ -1,16 +1,20 @@
 """Who speaks in a game: the base class Player, its input (Turn) and its output (Reply). No torch."""
 
 import inspect
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tools.common.errors import UserError
 from tools.common.flags import FlagGroup, flag
-from tools.common.models import without
+from tools.common.models import model_setting, without
 from tools.games import prompts
-from tools.games.game import Game, History
+from tools.games.game import Game, History, load_member, member_setting
+
+if TYPE_CHECKING:
+    from tools.players.flags import PlayFlags
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
@@ -198,6 +202,8 @@ class Player:
     """Anything that can speak in games, in many at a time."""
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
+    answers_at_once: int = 0  # the messages that it works on at the same time; 0: it answers at once
+    most_games: float = math.inf  # more games at once would slow it down
     special_texts: frozenset[str] = frozenset()  # what the player's tokenizer reads as special tokens, as far as known
 
     async def reply(self, turn: Turn) -> Reply:
@@ -206,6 +212,25 @@ class Player:
 
     def game_over(self, episode: Mapping) -> None:
         """Called with each finished game in which the player has spoken."""
+
+    # Of the kinds of players that the command line can name. `name` is what follows the kind's prefix there.
+
+    @classmethod
+    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "Player":
+        raise NotImplementedError
+
+    @classmethod
+    def setting(cls, name: str, flags: "PlayFlags") -> dict | str:
+        """The player as a setting of a stage: all of it that games depend on."""
+        raise NotImplementedError
+
+
+class ModelPlayer(Player):
+    """A model in this process. All models of a match are loaded together, so none is made by `named`."""
+
+    @classmethod
+    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+        return model_setting(name)  # by content: a model that was trained again at the same path is another one
 
 
 Choose = Callable[[Turn], str | Awaitable[str]]
@@ -217,6 +242,14 @@ class ScriptedPlayer(Player):
     def __init__(self, choose: Choose, thinking: bool = False):
         self.choose = choose
         self.thinking = thinking
+
+    @classmethod
+    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "ScriptedPlayer":
+        return cls(load_member(name), flags.thinking)
+
+    @classmethod
+    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+        return member_setting(name)
 
     async def reply(self, turn: Turn) -> Reply:
         chosen = self.choose(turn)

@@ -6,12 +6,14 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tools.common.errors import UserError, printable, require, user_errors
 from tools.common.flags import flag
 from tools.common.models import whole_characters
 from tools.common.ranks import warn_on_rank_0
+from tools.games.game import Game
 from tools.players.player import (
     LENGTH,
     STOP,
@@ -23,6 +25,9 @@ from tools.players.player import (
     draw_seed,
     join_thought,
 )
+
+if TYPE_CHECKING:
+    from tools.players.flags import PlayFlags
 
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
@@ -42,6 +47,7 @@ REFUSED = (400, 403, 422)
 # So many refusals and answers that are no replies end the run, if there was no reply. One may be due
 # to its word alone.
 MOST_REFUSED = 3
+SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 
@@ -114,6 +120,8 @@ class ServerPlayer(Player):
     Servers know different fields: requests are sent in one form after another until the server has taken one.
     """
 
+    answers_at_once = SERVER_GAMES
+
     def __init__(self, model: str, flags: ServerFlags, seed: int | str):
         self.model = model
         self.flags = flags
@@ -125,6 +133,15 @@ class ServerPlayer(Player):
         self.answered = False  # whether there was a reply
         self.refused = 0  # answers that were no replies, before the first reply
         self.timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "ServerPlayer":
+        return cls(name, flags, seed)
+
+    @classmethod
+    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+        """The model's name; neither the URL, because a server may move, nor the weights, which are not known here."""
+        return {"path": f"{SERVER}{name}", "api": flags.openai_api}
 
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
