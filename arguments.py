@@ -4,10 +4,11 @@ They are transformers.TrainingArguments', those of the methods, and those below.
 older transformers, which keep their meaning: --evaluation_strategy and --warmup_ratio.
 """
 
+import copy
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import cached_property
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from tools.common.errors import UserError, require, user_errors
 from tools.common.files import read_json
-from tools.common.flags import with_values
+from tools.common.flags import check_values, defaults, flag, flag_fields, is_compared, with_values
 from tools.common.models import model_setting
 from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
@@ -28,17 +29,9 @@ from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
-# The flags that change the results, beside those of the method, data, models and the rows of a step. The ZeRO stage,
-# the machine, logging and saving do not. Nor does the number of processes, except that several repeat some rows in the
-# last step of an epoch. (With --load_best_model_at_end the flags of evaluation and saving, such as --eval_steps and
-# --greater_is_better, decide which checkpoint becomes the model, but they are not compared either.)
-COMPARED = (
-    "train_method",
-    "lora_rank",
-    *LORA_ARGUMENTS,
-    "max_length",
-    "padding_side",
-    "truncation_side",
+# Of the Trainer's flags those that a record compares. The flags of evaluation and saving, such as --eval_steps, are not
+# among them, although they decide under --load_best_model_at_end which checkpoint becomes the model.
+COMPARED = {
     "optim",
     "optim_args",
     "optim_target_modules",
@@ -61,10 +54,9 @@ COMPARED = (
     "bf16",
     "fp16",
     "tf32",
-    "attn_implementation",
     "load_best_model_at_end",
     "metric_for_best_model",
-)
+}
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
 ZERO_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muon")  # that DeepSpeed runs under ZeRO without UNTESTED
@@ -72,20 +64,15 @@ UNTESTED = "zero_allow_untested_optimizer"
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
-def _help(text: str, *, default=None, **metadata):
-    return field(default=default, metadata={"help": text, **metadata})
-
-
-def _as_field(name: str, flag: Flag) -> tuple:
+def _as_field(name: str, method_flag: Flag) -> tuple:
     """A method's flag as a field of a dataclass. None means: the method's default."""
-    metadata = {"choices": flag.choices} if flag.choices else {}
-    return name, type(flag.default) | None, _help(flag.help, **metadata)
+    return name, type(method_flag.default) | None, flag(method_flag.help, default=None, choices=method_flag.choices)
 
 
-_FLAGS_OF_METHODS = {name: flag for method in TRAIN_METHODS.values() for name, flag in method.flags.items()}
+_FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
 MethodArguments = make_dataclass(
     "MethodArguments",
-    [_as_field(name, flag) for name, flag in _FLAGS_OF_METHODS.items()],
+    [_as_field(name, method_flag) for name, method_flag in _FLAGS_OF_METHODS.items()],
     bases=(TrainingArguments,),
     kw_only=True,
 )
@@ -95,42 +82,65 @@ MethodArguments = make_dataclass(
 class SPAGArguments(MethodArguments):
     """The settings of one training run. Raises UserError for settings that contradict each other."""
 
-    train_method: str = _help(
-        " ".join(f"{name}: {method.__doc__}" for name, method in TRAIN_METHODS.items()),
-        default=MISSING,
-        choices=[*TRAIN_METHODS],
+    train_method: str = flag(
+        " ".join(f"{name}: {method.__doc__}" for name, method in TRAIN_METHODS.items()), choices=[*TRAIN_METHODS]
     )
 
-    model_name_or_path: str = _help("Folder or hub name of the model to train.", default=MISSING)
-    ref_model_name_or_path: str | None = _help("Folder or hub name of the frozen reference model.")
-    attn_implementation: str | None = _help("sdpa, eager, flash_attention_2, ...; default: transformers chooses.")
-    trust_remote_code: bool = _help("Run model code that comes with the weights (Baichuan2 needs it).", default=False)
-    lora_rank: int | None = _help("Train LoRA adapters of this rank; the reference is the model without them.")
-    lora_alpha: float | None = _help("LoRA scale, divided by the rank.")
-    lora_dropout: float | None = _help("Dropout before the adapters.")
-    lora_target_modules: list[str] | None = _help("Names of the layers that get adapters.")
-    lora_merge: bool | None = _help("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.")
-
-    output_dir: str = _help("Folder for the trained model, checkpoints and the run's settings.", default=MISSING)
-    train_data_path: list[str] = _help(
-        "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME of the hub; data/README.md has the format.",
-        default=MISSING,
+    model_name_or_path: str = flag("Folder or hub name of the model to train.")
+    ref_model_name_or_path: str | None = flag("Folder or hub name of the frozen reference model.", default=None)
+    attn_implementation: str | None = flag(
+        "sdpa, eager, flash_attention_2, ...; default: transformers chooses.", default=None
     )
-    eval_data_path: list[str] | None = _help("Rows to evaluate with the same loss, by --eval_strategy and at the end.")
-    max_length: int = _help("Maximum number of tokens in a row.", default=2048)
-    allow_no_game_rows: bool | None = _help("Train although there are only SFT rows.")
-    allow_negative_rewards: bool = _help(
+    trust_remote_code: bool = flag(
+        "Run model code that comes with the weights (Baichuan2 needs it).", default=False, compared=False
+    )
+    lora_rank: int | None = flag(
+        "Train LoRA adapters of this rank; the reference is the model without them.", default=None, at_least=1
+    )
+    lora_alpha: float | None = flag("LoRA scale, divided by the rank.", default=None, above=0)
+    lora_dropout: float | None = flag("Dropout before the adapters.", default=None, at_least=0, below=1)
+    lora_target_modules: list[str] | None = flag("Names of the layers that get adapters.", default=None)
+    lora_merge: bool | None = flag(
+        "Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.", default=None
+    )
+
+    output_dir: str = flag("Folder for the trained model, checkpoints and the run's settings.", compared=False)
+    train_data_path: list[str] = flag(
+        "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME of the hub; data/README.md has the format."
+    )
+    eval_data_path: list[str] | None = flag(
+        "Rows to evaluate with the same loss, by --eval_strategy and at the end.", default=None
+    )
+    max_length: int = flag("Maximum number of tokens in a row.", default=2048, at_least=1)
+    per_device_train_batch_size: int = flag(
+        "Rows of a micro-batch of one process.",
+        default=8,
+        at_least=1,
+        compared=lambda args: args.loss_normalization == "micro_batch",  # over which the loss is then averaged
+    )
+    # An allow_ flag decides whether a training begins, and changes nothing in it.
+    allow_no_game_rows: bool | None = flag("Train although there are only SFT rows.", default=None, compared=False)
+    allow_negative_rewards: bool = flag(
         "Train rows with negative rewards although the method imitates them, or has no --detach_kl True.",
         default=False,
+        compared=False,
     )
     # Right is the default because causal attention then needs no mask.
-    padding_side: str = _help("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
+    padding_side: str = flag("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
     # Left is the default because the target is at the end.
-    truncation_side: str = _help("Side from which longer rows are cut.", default="left", choices=["left", "right"])
-    logging_nan_inf_filter: bool = _help("Log the mean of earlier losses in place of NaN or infinity.", default=False)
-    warmup_ratio: float | None = _help("Share of the steps used for warm-up; ignored if --warmup_steps is above 0.")
+    truncation_side: str = flag("Side from which longer rows are cut.", default="left", choices=["left", "right"])
+    logging_nan_inf_filter: bool = flag(
+        "Log the mean of earlier losses in place of NaN or infinity.", default=False, compared=False
+    )
+    warmup_ratio: float | None = flag(
+        "Share of the steps used for warm-up; ignored if --warmup_steps is above 0.",
+        default=None,
+        at_least=0,
+        at_most=1,
+    )
 
     def __post_init__(self):
+        check_values(self)
         check_flags(self)
         _check_precision(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
@@ -141,7 +151,7 @@ class SPAGArguments(MethodArguments):
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"] = self.hub_token
             self.hub_token = None
-        # Nothing was tested on Apple's GPUs, where two processes would train without knowing of each other.
+        # Apple's GPUs are not used: two processes would train there without knowing of each other.
         if not self.use_cpu and not torch.cuda.is_available():
             warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
@@ -181,15 +191,13 @@ class SPAGArguments(MethodArguments):
     def run_settings(self) -> dict:
         """Everything that changes the results, as `stage` compares it between two starts.
 
-        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. These three may change
-        between two starts if their product stays, the micro-batch only under --loss_normalization step or SFT.
+        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
+        change between two starts if their product stays.
         """
-        names = [*COMPARED, *METHOD_ARGUMENTS[self.train_method]]
-        # An allow_ flag decides whether a training begins, and changes nothing in it.
-        settings = {name: getattr(self, name) for name in names if not name.startswith("allow_")}
+        of_other_methods = _FLAGS_OF_METHODS.keys() - METHOD_ARGUMENTS[self.train_method].keys()
+        names = [name for name in self.__dataclass_fields__ if compares(name, self) and name not in of_other_methods]
+        settings = {name: getattr(self, name) for name in names}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
-        if self.loss_normalization == "micro_batch":  # the loss is divided by its numbers of rows
-            settings["per_device_train_batch_size"] = self.train_batch_size
         for name in ("train_data_path", "eval_data_path"):
             if paths := getattr(self, name):
                 settings[name] = rows_setting(*paths)
@@ -197,6 +205,12 @@ class SPAGArguments(MethodArguments):
             if model := getattr(self, name):
                 settings[name] = model_setting(model)
         return settings
+
+    @property
+    def defaults(self) -> dict:
+        """The defaults of all flags by name, those of the method among them."""
+        of_lora = LORA_ARGUMENTS if self.lora_rank else {}
+        return defaults(SPAGArguments) | METHOD_ARGUMENTS[self.train_method] | of_lora
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -218,6 +232,12 @@ class SPAGArguments(MethodArguments):
 
 
 DEFAULT_OPTIMIZER = SPAGArguments.__dataclass_fields__["optim"].default
+
+
+def compares(name: str, args: SPAGArguments | Namespace) -> bool:
+    """Whether a record of these flags compares this one."""
+    field = SPAGArguments.__dataclass_fields__[name]
+    return is_compared(field, args) if "compared" in field.metadata else name in COMPARED
 
 
 def check_flags(args: SPAGArguments | Namespace) -> None:
@@ -275,8 +295,6 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
         torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args)
-    if args.lora_rank == 0:
-        raise UserError("--lora_rank 0: a rank is at least 1; leave the flag out to train all weights")
     if args.train_sampling_strategy == "group_by_length" and world_size() > 1:
         # Each process shuffles by its own random state, which dropout moves: two of them saw 78 of 93 rows.
         raise UserError(
@@ -338,6 +356,14 @@ def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
 class Parser(HfArgumentParser):
     """transformers' parser, in which every boolean flag may stand alone, for True, as in all programs here."""
 
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        """Give `add_argument` of a `flag` only the keys that it knows."""
+        if "settings" in field.metadata:
+            field = copy.copy(field)
+            field.metadata = {"help": field.metadata["help"], **field.metadata["settings"]}
+        HfArgumentParser._parse_dataclass_field(parser, field)
+
     def parse_known_args(self, args=None, namespace=None):
         booleans = [action for action in self._actions if action.type is string_to_bool]
         names = [name for action in booleans for name in action.option_strings]
@@ -360,11 +386,10 @@ def build_parser() -> Parser:
     how = {"usage": usage, "description": __doc__, "formatter_class": HelpFormatter}
     parser = Parser(SPAGArguments, allow_abbrev=False, **how)
     parser.add_argument("--evaluation_strategy", dest="eval_strategy", default=SUPPRESS, help="--eval_strategy")
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    for action in [action for action in parser._optionals._group_actions if action.dest != "help"]:
-        group = groups[_group_of(action)]
-        parser._optionals._group_actions.remove(action)
-        group._group_actions.append(action)
+    own = {each.name for each in flag_fields(SPAGArguments)}
+    actions = parser._optionals._group_actions
+    actions.sort(key=lambda action: (action.dest != "help", not action.required, action.dest not in own))
+    for action in actions:
         action.help = f"{action.help}{_default_of(action)}"
     return parser
 
@@ -382,23 +407,3 @@ def _default_of(action: Action) -> str:
         text = " ".join(default) if isinstance(default, list) else default
         return f" (default: {text})"
     return ""
-
-
-REQUIRED = "required"
-OF_METHODS = "of the methods that are named with the default; the other methods refuse the flag"
-OF_LORA = "LoRA"
-OF_THIS_PROJECT = "models, data and output"
-OF_THE_TRAINER = "of transformers' Trainer"
-GROUPS = (REQUIRED, OF_METHODS, OF_LORA, OF_THIS_PROJECT, OF_THE_TRAINER)
-
-
-def _group_of(action: Action) -> str:
-    """The title under which --help shows a flag."""
-    if action.required:
-        return REQUIRED
-    if any(action.dest in names for names in METHOD_ARGUMENTS.values()):
-        return OF_METHODS
-    if action.dest.startswith("lora_"):
-        return OF_LORA
-    own = {each.name for each in fields(SPAGArguments)} - {each.name for each in fields(TrainingArguments)}
-    return OF_THIS_PROJECT if action.dest in own else OF_THE_TRAINER

@@ -71,7 +71,9 @@ def train() -> None:
     """Do what the command line says, unless an earlier start has finished it."""
     args = parse_arguments()
     trainer = None
-    with stage(Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES) as work:
+    with stage(
+        Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES, defaults=args.defaults
+    ) as work:
         if work.todo:
             args.resume_from_checkpoint = on_rank_0(lambda: last_checkpoint(args))
             with scratch(args):

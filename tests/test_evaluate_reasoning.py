@@ -18,7 +18,7 @@ from helpers import as_a_process, call, copy_model, flags_of
 
 from tools import evaluate_reasoning
 from tools.common.errors import UserError
-from tools.common.files import write_json
+from tools.common.files import read_json, write_json
 from tools.measure import reasoning
 from tools.measure.reasoning import BENCHMARKS
 from tools.measure.reasoning_table import MEAN, Score, cell_text, geometric_mean, read_score, score_rows
@@ -151,12 +151,15 @@ def test_finished_results_are_not_asked_again_new_ones_join_and_other_settings_a
 
 
 def test_instruct_models_are_asked_in_their_chat_template_and_the_results_say_so(evaluate, tmp_path):
-    """A record of questions without a template has no word of it, as those of earlier versions."""
     without, _ = evaluate()
-    record = tmp_path / "out/base/piqa_settings.json"
-    assert "chat_template" not in record.read_text() and "without a chat template" in without.output
+    assert "without a chat template" in without.output
+    path = tmp_path / "out/base/piqa_settings.json"
+    record = read_json(path)
+    del record["settings"]["chat_template"]  # as versions without this flag recorded
+    write_json(path, record)
+    assert evaluate()[1] == []
     refused, _ = evaluate(chat_template=True, status=2)
-    assert "chat_template: None then, True now" in refused.errors
+    assert "chat_template: False then, True now" in refused.errors
     shutil.rmtree(tmp_path / "out")
     inside, calls = evaluate(chat_template=True)
     assert len(calls) == 4 and "in the chat template of each model" in inside.output

@@ -1,5 +1,6 @@
 """`stage`: work is done once, under the same settings, by one launch at a time."""
 
+import contextlib
 import errno
 import re
 import shutil
@@ -57,6 +58,23 @@ def test_other_settings_are_named_and_nothing_is_written(tmp_path):
         work(tmp_path, seed=2)
     assert contents(tmp_path) == before
     assert not work(tmp_path)  # the refused start has freed the lock
+
+
+def test_a_setting_that_a_record_lacks_counts_as_its_default(tmp_path):
+    work(tmp_path)
+    for new, same in ((0.5, True), (0.6, False)):
+        settings = {"seed": 1, "new": new, "sides": ("left",)}
+        with (
+            contextlib.nullcontext() if same else pytest.raises(UserError, match=r"\(new: 0.5 then, 0.6 now\)"),
+            stage(
+                tmp_path / "settings.json",
+                settings,
+                results=["rows.json"],
+                defaults={"new": 0.5, "seed": 7, "sides": ("left",)},
+                ranks=False,
+            ) as begun,
+        ):
+            assert not begun.todo
 
 
 def test_one_launch_works_at_a_time_and_after_a_kill_the_same_command_continues(tmp_path):

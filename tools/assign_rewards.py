@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_json_or_jsonl, write_records
-from tools.common.flags import flag, parse_flags
+from tools.common.flags import defaults, flag, parse_flags
 from tools.common.models import special_texts, without
 from tools.common.programs import run_program
 from tools.common.records import files_setting, rows_setting, rows_stage
@@ -29,14 +29,12 @@ from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
 
 __all__ = ["assign_rewards"]
 logger = logging.getLogger(__name__)
-# Flags that are no setting, or part of another one.
-ELSEWHERE = ("output_data_path", "game_options", "tokenizer", "trust_remote_code")
 
 
 @dataclass(kw_only=True)
 class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
-    output_data_path: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz")
+    output_data_path: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz", compared=False)
     sft_data_path: str | None = flag(
         "file of SFT examples (also Parquet or .jsonl.gz), or OWNER/NAME of the hub; their rows are appended",
         default=None,
@@ -51,13 +49,12 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
         if self.thinking and self.training_prompt != PLAY:
             raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
 
-    def settings(self, game: Game, chat) -> dict:
+    def row_settings(self, game: Game, chat) -> dict:
         """All that the rows depend on: the flags, files by their content, the chat template by its text."""
-        flags = {name: value for name, value in vars(self).items() if name not in ELSEWHERE}
         files = {"input_data_path": files_setting(*self.input_data_path)}
         if self.sft_data_path:
             files["sft_data_path"] = rows_setting(self.sft_data_path)
-        return flags | {"chat_template": chat and chat.sha256} | self.game_settings(game) | files
+        return self.settings(game) | {"chat_template": chat and chat.sha256} | files
 
 
 def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
@@ -214,10 +211,10 @@ def main() -> None:
     game = flags.load_game()
     templates = flags.load_templates(game)
     chat = flags.load_chat_template()
-    settings = flags.settings(game, chat)
+    settings = flags.row_settings(game, chat)
     warn_of_other_play(flags, settings)
     output = flags.output_data_path
-    with rows_stage(output, settings) as work:
+    with rows_stage(output, settings, defaults(Flags)) as work:
         if work.todo:
             made, notes = make_rows(flags, game, templates, chat)
             write_records(output, made)

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from tools.common.errors import UserError
 from tools.common.files import read_json_or_jsonl, write_records
-from tools.common.flags import FlagGroup, flag, parse_command
+from tools.common.flags import FlagGroup, compared_flags, defaults, flag, parse_command
 from tools.common.programs import run_program
 from tools.common.records import rows_setting, rows_stage
 from tools.selfplay.rows import ChatFlags, count_rows, counts_line, is_sft, read_sft_rows
@@ -78,7 +78,7 @@ class Control(FlagGroup):
     makes_game_rows: ClassVar[bool] = True  # False: training then needs --allow_no_game_rows
 
     rows: str = flag("file of rows, such as those that assign_rewards made")
-    output: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz")
+    output: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz", compared=False)
 
 
 @dataclass(kw_only=True)
@@ -119,7 +119,7 @@ class Cloning(Control):
     makes_game_rows = False
 
     sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5, above=0)
-    rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None)
+    rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None, at_least=1)
 
     def make(self, rows: list[dict]) -> list[dict]:
         for number, row in enumerate(rows, start=1):
@@ -147,13 +147,12 @@ CONTROLS: dict[str, type[Control]] = {"cloning": Cloning, "sft": Sft, "silent": 
 
 def main() -> None:
     control = parse_command(*CONTROLS.values(), Draw, description=__doc__)
-    elsewhere = ("output", "tokenizer", "trust_remote_code")
-    settings = {name: value for name, value in vars(control).items() if name not in elsewhere}
+    settings = compared_flags(control)
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256
     settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}
     settings["control"] = type(control).__name__.lower()
-    with rows_stage(control.output, settings) as work:
+    with rows_stage(control.output, settings, defaults(type(control))) as work:
         if work.todo:
             made = control.make(read_json_or_jsonl(control.rows))
             work.notes["rows"] = count_rows(made)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from tools.common.errors import UserError
 from tools.common.files import finite_json, read_json_or_jsonl, read_words, write_json, write_records, write_text
-from tools.common.flags import NAMED_MODELS, NamedPath, flag, parse_flags
+from tools.common.flags import NAMED_MODELS, NamedPath, defaults, flag, parse_flags
 from tools.common.models import model_folder, model_setting
 from tools.common.programs import run_program
 from tools.common.records import files_setting, stage
@@ -40,23 +40,20 @@ class Flags(GameFlags, ModelFlags):
     models: list[NamedPath] = flag("models to compare", **NAMED_MODELS)
     games: str = flag("file of episodes")
     split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
-    output_dir: str = flag("folder of the results")
+    output_dir: str = flag("folder of the results", compared=False)
     candidates: str | None = flag("file of candidates, one a line; unset: the secrets of all games", default=None)
-    most_candidates: int = flag("draw so many candidates of a longer list", default=200)
+    most_candidates: int = flag("draw so many candidates of a longer list", default=200, at_least=2)
     seed: int = flag("seed of the draw", default=0)
-    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
-    max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048)
+    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False, shared=True)
+    max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048, at_least=1)
 
     def settings(self, game: Game) -> dict:
-        names = ("split", "most_candidates", "seed", "chat_template", "max_length", "dtype")
-        # The models are compared too, so no model can be added to finished results. Measure it in another folder.
         return {
+            **super().settings(game),
             "games": files_setting(self.games),
             "models": [name for name, _ in self.models],
             **{f"model {name}": model_setting(path) for name, path in self.models},
             "candidates": self.candidates and files_setting(self.candidates),
-            **{name: getattr(self, name) for name in names},
-            **self.game_settings(game),
         }
 
 
@@ -159,7 +156,8 @@ def main() -> None:
         raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
     templates, (episodes, candidates) = flags.load_templates(game), read_games(flags, game)
     settings = flags.settings(game)
-    with stage(folder / "belief_settings.json", settings, results=[MESSAGES, MEANS, TABLE], ranks=False) as work:
+    record, results = folder / "belief_settings.json", [MESSAGES, MEANS, TABLE]
+    with stage(record, settings, results=results, defaults=defaults(Flags), ranks=False) as work:
         if work.todo:
             lines = []
             rows = []

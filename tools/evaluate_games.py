@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.common.errors import UserError
 from tools.common.files import read_words
-from tools.common.flags import NAMED_MODELS, NamedPath, by_name, flag, named_path, parse_flags
+from tools.common.flags import NAMED_MODELS, NamedPath, by_name, defaults, flag, named_path, parse_flags
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
@@ -42,9 +42,11 @@ class Flags(PlayFlags):
         "word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE", unique=by_name
     )
     games_per_word: int = flag("games with each word in each match", default=1, at_least=1)
-    max_words: int | None = flag("play only the first words of each list, at most so many", default=None, at_least=1)
+    max_words: int | None = flag(
+        "play only the first words of each list, at most so many", default=None, at_least=1, compared=False
+    )
     seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0], unique=int)
-    output_dir: str = flag("folder of the results, shared by all processes")
+    output_dir: str = flag("folder of the results, shared by all processes", compared=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,20 +66,16 @@ def main() -> None:
     matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
     games = [(match, word) for match in matches for word in lists[match.words] * flags.games_per_word]
     files = EpisodeFiles(flags.output_dir, "games", [word for _, word in games], game)
-    # A further start must have the same settings, so no player, list or seed can be added to a match. Play the new
-    # pairs into another folder. A game is stored under its index in `games`, which an addition could move.
+    # A game is stored under its index in `games`, which a further player, list or seed could move.
     settings = {
+        **flags.settings(game),
         "players": list(players),
-        "against": flags.against,
         "words": list(lists),
-        "seeds": flags.seeds,
-        "games_per_word": flags.games_per_word,
         **{f"player {name}": player_setting(path, flags) for name, path in players.items()},
         **{f"words {name}": words_setting(path, lists[name]) for name, path in flags.words},
-        **flags.settings(game),
     }
     results = [TABLE, RESULTS, *files.patterns]
-    with stage(files.record_path, settings, results=results) as work:
+    with stage(files.record_path, settings, results=results, defaults=defaults(Flags)) as work:
         if work.todo:
             missing = files.missing()
             note_engines = engine_notes(work)

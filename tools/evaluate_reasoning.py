@@ -15,7 +15,16 @@ from pathlib import Path
 
 from tools.common.errors import UserError, require
 from tools.common.files import read_json, write_json, write_text
-from tools.common.flags import NAMED_MODELS, NamedPath, file_name, flag, named_path, parse_flags
+from tools.common.flags import (
+    NAMED_MODELS,
+    NamedPath,
+    compared_flags,
+    defaults,
+    file_name,
+    flag,
+    named_path,
+    parse_flags,
+)
 from tools.common.models import model_setting
 from tools.common.programs import run_program
 from tools.common.records import stage
@@ -47,19 +56,26 @@ def named_model(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(ModelFlags):
-    models: list[NamedPath] = flag("models to ask", **NAMED_MODELS | {"type": named_model})
+    models: list[NamedPath] = flag("models to ask", compared=False, **NAMED_MODELS | {"type": named_model})
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
         type=benchmark_of,
         metavar="NAME[:SHOTS][:METRIC]",
         unique=attrgetter("task"),  # their results are in a file of the task's name
+        compared=False,  # each has a record of its own, and so has each model
     )
-    output_dir: str = flag("folder of the results")
-    chat_template: bool = flag("True: ask in the chat template of each model, for instruct models", default=False)
-    limit: int | None = flag("for a trial: ask only the first so many questions of each task", default=None)
+    output_dir: str = flag("folder of the results", compared=False)
+    chat_template: bool = flag(
+        "True: ask in the chat template of each model, for instruct models", default=False, shared=True
+    )
+    limit: int | None = flag(
+        "for a trial: ask only the first so many questions of each task", default=None, at_least=1
+    )
     batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
-    lm_eval: str | None = flag("the harness's command, such as 'accelerate launch -m lm_eval'", default=None)
+    lm_eval: str | None = flag(
+        "the harness's command, such as 'accelerate launch -m lm_eval'", default=None, machine=True
+    )
 
 
 def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
@@ -78,9 +94,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     # On CPUs a search takes long. The record holds the value. So with --batch_size unset, a start on a GPU refuses
     # results of a CPU, and a start on a CPU those of a GPU. Give it the recorded value then, 8 or auto.
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")
-    settings = {"limit": flags.limit, "dtype": flags.dtype, "batch_size": batch_size}
-    if flags.chat_template:  # a record without this key is of questions without a template
-        settings["chat_template"] = True
+    settings = compared_flags(flags) | {"batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
     models = [(name, model_setting(model)) for name, model in flags.models]  # here it ends if one is missing
@@ -92,7 +106,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
         # The metric is no part: all metrics of a task are stored, so another one needs no new run.
         asked = settings | {"model": model, "task": benchmark.task, "shots": benchmark.shots}
         try:
-            with stage(record, asked, results=[path.name], ranks=False) as work:
+            with stage(record, asked, results=[path.name], defaults=defaults(Flags), ranks=False) as work:
                 if work.todo:
                     write_json(path, ask(command, asked, log))
         except subprocess.CalledProcessError:

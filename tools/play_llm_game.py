@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from tools.common.files import read_json, read_words
-from tools.common.flags import file_name, flag, parse_flags
+from tools.common.flags import defaults, file_name, flag, parse_flags
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
@@ -34,10 +34,15 @@ class Flags(PlayFlags):
     )
     defender_model_name_or_path: str = flag("the other role's player; the same model is loaded once")
     data_path: str = flag("file of target words, one a line; one game is played for each")
-    output_dir: str = flag("folder of the results, shared by all processes")
-    model_prefix: str = flag("first part of the names of the result files", type=file_name)
-    data_suffix: str = flag("last part of the names of the result files", type=file_name)
-    max_games: int | None = flag("play only the first so many words", default=None, at_least=1)
+    output_dir: str = flag("folder of the results, shared by all processes", compared=False)
+    model_prefix: str = flag("first part of the names of the result files", type=file_name, compared=False)
+    data_suffix: str = flag("last part of the names of the result files", type=file_name, compared=False)
+    max_games: int | None = flag(
+        "play only the first so many words",
+        default=None,
+        at_least=1,
+        compared=False,  # the words are, by content
+    )
     seed: int = flag("seed of sampling", default=42)
 
 
@@ -48,18 +53,12 @@ def main() -> None:
     words = read_words(flags.data_path, game.check_task)[: flags.max_games]
     names = flags.attacker_model_name_or_path, flags.defender_model_name_or_path
     files = EpisodeFiles(flags.output_dir, f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}", words, game)
-    settings = {
+    settings = flags.settings(game) | {
         "attacker_model_name_or_path": player_setting(names[0], flags),
         "defender_model_name_or_path": player_setting(names[1], flags),
-        # The words that --max_games leaves, by their content. So a longer list or another --max_games is refused. To
-        # allow a list that has grown at its end, compare its old words alone, since EpisodeFiles knows a game by its
-        # index. A finished run then also needs its STEM_results.json deleted, or it counts as done.
-        # In the loop `check_record` in tools/loop/record.py refuses other words too.
         "data_path": words_setting(flags.data_path, words),
-        **flags.settings(game),
-        "seed": flags.seed,
     }
-    with stage(files.record_path, settings, results=files.patterns) as work:
+    with stage(files.record_path, settings, results=files.patterns, defaults=defaults(Flags)) as work:
         tokens_before = 0
         seconds = waited = 0.0
         if work.todo:

@@ -1,25 +1,23 @@
-"""The command lines of the programs in tools/: dataclasses whose fields are flags. No torch.
+"""Flags of programs: dataclasses whose fields are flags, and a parser for them. No torch.
 
-One declaration serves the program, the loop, whose settings are the flags of its stages (PROGRAMS in
-tools/loop/keys.py), and code that makes the dataclass itself (tools/spag.py). transformers has such a parser too, but
-importing it takes seconds. Only train.py uses it, because its flags extend the Trainer's (arguments.py).
+One declaration says everything about a flag: type, bounds, default, help, whether a record compares it, and whether
+all stages of the loop share it.
 """
 
 import argparse
 import dataclasses
-import inspect
 import itertools
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, ge, gt, le
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tools.common.errors import UserError
 
 T = TypeVar("T")
-BOUNDS = {"at_least": ge, "above": gt, "at_most": le}  # of a flag's value
+BOUNDS = {"at_least": ge, "above": gt, "at_most": le, "below": lt}  # of a flag's value
 BOOLEANS = ("true", "false")
 by_name = attrgetter("name")
 
@@ -29,28 +27,33 @@ def flag(
     *,
     default=dataclasses.MISSING,
     names: Sequence[str] = (),
+    compared: bool | Callable[[Any], bool] = True,
+    machine: bool = False,
+    shared: bool = False,
     unique: Callable | None = None,
     neutral: float | None = None,
     **settings,
 ):
     """Return a dataclass field that is a flag of a program. Without a default the flag is required.
 
-    `names` are older names of the flag, which the command line still takes. Records and the loop know a flag by its
-    field alone, so results that were made under the old name count as made with other settings. `unique`: the values
-    of a list must differ in what this function gives for them. `neutral`: the value of a sampling parameter that
-    changes nothing (Sampling in tools/players/player.py). The keys of BOUNDS are limits of the value; other `settings`
-    go to `add_argument`.
+    `names`: older names, which the command line still takes; records know the field alone.
+    `compared`: whether results made under another value are other results, so that a record compares it; or a function
+    of all flags that says so. `machine`: it only says how a machine computes, so no record compares it.
+    `shared`: all stages of the loop have one value.
+    `unique`: the values of a list must differ in what this function gives for them.
+    `neutral`: the value of a sampling parameter that changes nothing.
+    The keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
 
     A field is annotated as str, int, float, bool, one of these | None, or a list of one; for another type give `type`,
-    a function of the text. tools/assign_rewards.py and tools/controls.py compare each of their flags between two
-    starts, unless ELSEWHERE or `elsewhere` there names it. Play and matches compare a new flag of PlayFlags only if it
-    is a field of Sampling, or if COMPUTING in tools/players/flags.py names it. Other programs compare the flags that
-    their `main` puts into its settings.
+    a function of the text.
     """
     bounds = {bound: settings.pop(bound) for bound in BOUNDS if bound in settings}
     metadata = {
         "help": help_line,
         "names": names,
+        "compared": False if machine else compared,
+        "machine": machine,
+        "shared": shared,
         "unique": unique,
         "neutral": neutral,
         "bounds": bounds,
@@ -61,14 +64,35 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def flag_fields(kind) -> list[dataclasses.Field]:
+    """The fields of a dataclass, or of one of its objects, that are flags."""
+    return [field for field in dataclasses.fields(kind) if "bounds" in field.metadata]
+
+
+def is_compared(field: dataclasses.Field, flags) -> bool:
+    """Whether a record of `flags` compares this one."""
+    compared = field.metadata["compared"]
+    return compared(flags) if callable(compared) else compared
+
+
+def compared_flags(flags) -> dict[str, Any]:
+    """The flags that a record compares, by name. Where one names a file or a model, the content must replace it."""
+    return {field.name: getattr(flags, field.name) for field in flag_fields(flags) if is_compared(field, flags)}
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a flag; MISSING if it is required."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def defaults(kind) -> dict[str, Any]:
+    """The defaults of a dataclass of flags by name, as `stage` takes them for settings that a record does not have."""
+    return {field.name: default_of(field) for field in flag_fields(kind) if not _is_required(field)}
+
+
 @dataclass(kw_only=True)
 class FlagGroup:
-    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked.
-
-    A check of several flags together belongs into `__post_init__` of their class, as in RewardFlags of
-    tools/selfplay/rewards.py. For its stages the loop makes these classes too, before the first one begins
-    (`check_command` in tools/loop/keys.py).
-    """
+    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked."""
 
     def __post_init__(self):
         check_values(self)
@@ -93,19 +117,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the `flag` fields of a dataclass to a parser. A list takes several values, a bool True or False.
-
-    In the help, required flags come first, then a group for each dataclass that `kind` is made of.
-    """
+    """Add the `flag` fields of a dataclass to a parser, required ones first. A list takes several values."""
     hints = get_type_hints(kind)
-    groups = dict[str, argparse._ArgumentGroup]()
-    for field in sorted(dataclasses.fields(kind), key=lambda field: not _is_required(field)):
-        title = "required" if _is_required(field) else _group(kind, field.name)
-        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+    for field in sorted(flag_fields(kind), key=lambda field: not _is_required(field)):
         hint = hints[field.name]
         several = get_origin(hint) is list
         plain = _plain_type(hint)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default_of(field)
         line = field.metadata["help"]
         if default not in (dataclasses.MISSING, None, []):
             text = " ".join(map(str, default)) if isinstance(default, list) else default
@@ -113,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
         settings: dict[str, Any] = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
         settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
-        group.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
+        parser.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
 
 
 def _plain_type(hint) -> type:
@@ -124,13 +142,6 @@ def _plain_type(hint) -> type:
 
 def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _group(kind: type, name: str) -> str:
-    """The title of the flags of the class that defines this field; those of the program itself have none."""
-    # Python 3.14 has no __annotations__ among the attributes of a class.
-    owner = next(part for part in kind.__mro__ if name in inspect.get_annotations(part))
-    return vars(owner).get("group", "this program")
 
 
 def build_parser(kind: type, **settings) -> Parser:
@@ -160,9 +171,7 @@ def check_values(flags, kind: type | None = None) -> None:
 
     `kind` is the dataclass of these flags where `flags` is what the parser has read.
     """
-    for field in dataclasses.fields(kind or flags):
-        if "bounds" not in field.metadata:  # no flag
-            continue
+    for field in flag_fields(kind or flags):
         choices = field.metadata["settings"].get("choices")
         value = getattr(flags, field.name)
         if choices and value not in (*choices, field.default):

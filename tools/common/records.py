@@ -83,19 +83,24 @@ class Stage:
 
 
 @contextmanager
-def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: bool = True) -> Iterator[Stage]:
+def stage(
+    record: StrPath, settings: Mapping, *, results: Sequence[str], defaults: Mapping = {}, ranks: bool = True
+) -> Iterator[Stage]:
     """Do a piece of work once: `with stage(record, settings, results=...) as work: if work.todo: ...`.
 
     The record, a JSON file beside the results, holds the settings, versions, notes, and `finished` once the block has
     ended on all ranks without an error. `results` are patterns of files in its folder; the first is there when the
-    work is finished. All ranks of a launch enter together; `ranks=False` is for programs that run as one process.
-    UserError, with nothing written, if there are results of other settings, or if another launch is at work.
+    work is finished. A setting that a record lacks counts as its value in `defaults`, so that a new flag of a program
+    makes no finished work that of other settings. All ranks of a launch enter together; `ranks=False` is for programs
+    that run as one process. UserError, with nothing written, if there are results of other settings, or if another
+    launch is at work.
     """
     record = Path(record)
     compared = json.loads(json.dumps(settings))  # tuples are lists in a file
+    missing = json.loads(json.dumps(defaults, default=str))
     # A soft lock is a file that a killed launch would leave behind; without locks `_begin` warns and goes on.
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
-    begin = functools.partial(_begin, record, compared, results, lock)
+    begin = functools.partial(_begin, record, compared, missing, results, lock)
     try:
         todo, notes = on_rank_0(begin) if ranks else begin()
         work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
@@ -108,13 +113,15 @@ def stage(record: StrPath, settings: Mapping, *, results: Sequence[str], ranks: 
         lock.release()
 
 
-def rows_stage(output: StrPath, settings: Mapping) -> AbstractContextManager[Stage]:
+def rows_stage(output: StrPath, settings: Mapping, defaults: Mapping) -> AbstractContextManager[Stage]:
     """The `stage` of a program that writes a file of rows. UserError for a name with an unknown ending."""
     check_record_file(output)
-    return stage(rows_record(output), settings, results=[glob.escape(Path(output).name)], ranks=False)
+    return stage(
+        rows_record(output), settings, results=[glob.escape(Path(output).name)], defaults=defaults, ranks=False
+    )
 
 
-def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
+def _begin(record: Path, settings: dict, defaults: dict, results: Sequence[str], lock: FileLock) -> tuple[bool, dict]:
     """Take the lock and compare the settings. Returns whether there is work to do, and the notes so far."""
     record.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,7 +140,7 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     if existing and not record.is_file():
         raise UserError(f"{record}: missing, so nobody can say how the results were made; {remedy}")
     stored = read_json(record) if existing else {"settings": settings}
-    if different := differences(stored["settings"], settings):
+    if different := differences(stored["settings"], settings, defaults):
         raise UserError(f"{record}: made with other settings ({'; '.join(different)}); {remedy} {record.name}")
     notes = {name: note for name, note in stored.items() if name not in OF_STAGE}
     if stored.get("finished") and any(record.parent.glob(results[0])):
@@ -143,15 +150,15 @@ def _begin(record: Path, settings: dict, results: Sequence[str], lock: FileLock)
     return True, notes
 
 
-def differences(old: Mapping, new: Mapping) -> list[str]:
+def differences(old: Mapping, new: Mapping, defaults: Mapping = {}) -> list[str]:
     """A phrase for each setting that differs. Files and models differ if their sha256 does.
 
-    A setting that is missing counts as None, so a new one with another default makes older results differ.
+    A setting that one of them does not have counts as its default, and as None where `defaults` has none.
     """
     phrases = []
     for name in {**old, **new}:
-        then = old.get(name)
-        now = new.get(name)
+        then = old.get(name, defaults.get(name))
+        now = new.get(name, defaults.get(name))
         if _content(then) != _content(now):
             phrases.append(f"{name}: {then} then, {now} now")
     return phrases

@@ -35,14 +35,12 @@ DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
 class ModelFlags(FlagGroup):
     """`dtype` is the type of the models' numbers; None: the one in each model's config."""
 
-    group = "models in this process"
-
     dtype: str | None = flag(
         "type of the models' numbers; unset: the one in each model's config", default=None, choices=DTYPES
     )
-    bf16: bool = flag("True: the same as --dtype bfloat16", default=False)
-    fp16: bool = flag("True: the same as --dtype float16", default=False)
-    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False)
+    bf16: bool = flag("True: the same as --dtype bfloat16", default=False, compared=False)
+    fp16: bool = flag("True: the same as --dtype float16", default=False, compared=False)
+    trust_remote_code: bool = flag("True: run Python code that comes with a model", default=False, compared=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,23 +53,24 @@ class ModelFlags(FlagGroup):
 
 @dataclass(kw_only=True)
 class EngineFlags(ModelFlags, Sampling):
-    """Games depend on Sampling, the types of numbers, and vllm_args; the rest is how this machine computes.
+    """How replies are computed.
 
-    So a run may go on with another engine, for example on another machine. Engines draw other tokens with the same
+    A run may go on with another engine, for example on another machine: engines draw other tokens with the same
     probabilities, up to rounding, and the record notes which engines have played.
     """
-
-    group = "the engine of models in this process"
 
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)
 
     engine: str = flag(
-        "; ".join(f"{name}: {entry.help}" for name, entry in ENGINES.items()), default=AUTO, choices=tuple(ENGINES)
+        "; ".join(f"{name}: {entry.help}" for name, entry in ENGINES.items()),
+        default=AUTO,
+        choices=tuple(ENGINES),
+        machine=True,
     )
     per_device_eval_batch_size: int | None = flag(
-        "prompts at once; unset: by memory (generate: 32, vllm: 256)", default=None, at_least=1
+        "prompts at once; unset: by memory (generate: 32, vllm: 256)", default=None, at_least=1, machine=True
     )
     tensor_parallel_size: int = flag(
-        "GPUs of each process with vLLM; start (GPUs / this) processes", default=1, at_least=1
+        "GPUs of each process with vLLM; start (GPUs / this) processes", default=1, at_least=1, machine=True
     )
     vllm_args: str = flag("more flags of `vllm serve`: --vllm_args='--enforce-eager --kv-cache-dtype fp8'", default="")

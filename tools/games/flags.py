@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tools.common.flags import FlagGroup, flag
+from tools.common.flags import FlagGroup, compared_flags, flag
 from tools.common.records import files_setting
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
@@ -10,10 +10,10 @@ from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
 
 @dataclass(kw_only=True)
 class GameChoice(FlagGroup):
-    group = "the game"
-
-    game: str = flag("a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME)
-    game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE")
+    game: str = flag(
+        "a game of this project, or your own: FILE.py:Class or module:Class", default=DEFAULT_GAME, shared=True
+    )
+    game_options: list[str] = flag("options of the game", default=[], metavar="KEY=VALUE", shared=True)
 
     def load_game(self) -> Game:
         return load_game(self.game, **self._options())
@@ -24,16 +24,19 @@ class GameChoice(FlagGroup):
 
 @dataclass(kw_only=True)
 class GameFlags(GameChoice):
-    group = "the game"
-
-    prompt_templates: str | None = flag("prompt file; unset: the game's own", default=None, metavar="FILE")
+    prompt_templates: str | None = flag(
+        "prompt file; unset: the game's own", default=None, metavar="FILE", shared=True
+    )
 
     def load_templates(self, game: Game) -> prompts.Templates:
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
-    def game_settings(self, game: Game) -> dict:
-        prompt_file = files_setting(self.prompt_templates or game.prompt_file)
-        settings = {"game": {"name": game.name, "options": self._options()}, "prompt_templates": prompt_file}
+    def settings(self, game: Game) -> dict:
+        """The flags that a record compares, with the content of the prompt file and of a user's own game."""
+        settings = compared_flags(self)
+        settings["game"] = {"name": game.name, "options": self._options()}
+        del settings["game_options"]
+        settings["prompt_templates"] = files_setting(self.prompt_templates or game.prompt_file)
         if ":" in self.game:  # of the user, who may have changed it since
             settings["game_file"] = member_setting(self.game)
         return settings

@@ -10,9 +10,9 @@ from typing import Any
 
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_words, write_json, write_words
+from tools.common.flags import flag_fields
 from tools.common.records import made_by
-from tools.loop.keys import OWN, Loop, Settings, flags_of, parser_of
-from tools.players.flags import PlayFlags
+from tools.loop.keys import OWN, PROGRAMS, Loop, Settings, parser_of
 
 FORMAT = 2  # of OUTPUT/settings.json
 # Settings of the loop itself that say how a machine computes. `precision` is none of them, because it changes results.
@@ -75,15 +75,12 @@ def is_free(name: str) -> bool:
 @functools.cache
 def compared_flags(stage: str) -> set[str]:
     """The flags of a stage that change its results."""
-    if stage == "play":
-        return set(PlayFlags.COMPARED)
-    if stage == "rewards":
-        return flags_of(stage).keys() - {"trust_remote_code"}  # it permits a model's own code, and chooses nothing
+    if flags := PROGRAMS[stage].flags:
+        return {field.name for field in flag_fields(flags) if field.metadata["compared"]}
     import arguments
 
-    # `run_settings` in arguments.py records data by its digest, and warmup_ratio as warmup_steps.
-    of_methods = {name for method in arguments.METHOD_ARGUMENTS.values() for name in method}
-    return {*arguments.COMPARED, *of_methods, "train_data_path", "eval_data_path", "warmup_ratio"}
+    fields = arguments.SPAGArguments.__dataclass_fields__.values()
+    return {each.name for each in fields if each.metadata.get("compared", each.name in arguments.COMPARED) is True}
 
 
 def differs(name: str, then: Settings, now: Settings) -> bool:

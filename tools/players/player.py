@@ -69,15 +69,13 @@ class Sampling(FlagGroup):
     GenerationConfig, of vLLM's SamplingParams and of the servers' JSON, so `generate`, vLLM and servers get it from
     `drawing` as it is. Our own engine applies it in `_warpers` (tools/engine/slots.py).
 
-    PlayFlags (tools/players/flags.py) compares and records all fields. A run that was recorded without a new field
-    differs in it, unless its default is None, so play refuses to continue that run. The defaults of max_length,
-    max_new_tokens, temperature and top_k are those of the paper's released code.
+    The defaults of max_length, max_new_tokens, temperature and top_k are those of the paper's released code.
     """
 
-    group = "prompts and replies"
-
     task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
-    max_length: int = flag("tokens of prompt and reply together; longer prompts lose their beginning", default=2048)
+    max_length: int = flag(
+        "tokens of prompt and reply together; longer prompts lose their beginning", default=2048, at_least=2
+    )
     max_new_tokens: int = flag("largest number of tokens of a reply", default=256, at_least=1)
     min_new_tokens: int = flag("smallest number of tokens of a reply", default=0, at_least=0)
     temperature: float = flag("sampling temperature", default=1.2, above=0, neutral=1.0)
@@ -89,10 +87,11 @@ class Sampling(FlagGroup):
         at_most=1,
         neutral=1.0,
     )
-    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False)
+    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False, shared=True)
     thinking: bool = flag(
         "True: replies begin with a thought, which the other player does not read; it needs --max_new_tokens 1024",
         default=False,
+        shared=True,
     )
 
     def __post_init__(self):

@@ -53,14 +53,19 @@ PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 @dataclass(kw_only=True)
 class ServerFlags(Sampling):
-    group = "players behind a server"
-
-    openai_api: str = flag("endpoint of players openai:MODEL", default="completions", choices=("completions", "chat"))
-    openai_base_url: str | None = flag(
-        "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own", default=None
+    openai_api: str = flag(
+        "endpoint of players openai:MODEL",
+        default="completions",
+        choices=("completions", "chat"),
+        compared=False,  # it is part of such a player in records
     )
-    openai_retries: int = flag("how many times a failed request is repeated", default=10)
-    openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0)
+    openai_base_url: str | None = flag(
+        "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own",
+        default=None,
+        machine=True,
+    )
+    openai_retries: int = flag("how many times a failed request is repeated", default=10, at_least=0, machine=True)
+    openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0, machine=True)
 
 
 def server_url(flags: ServerFlags) -> str:

@@ -29,8 +29,6 @@ class RewardFlags(FlagGroup):
     takes them.
     """
 
-    group = "rewards"
-
     # The defaults are the paper's: gamma 0.8, and rows of winners alone.
     decay_weight: float = flag(
         "reward decay gamma, applied backwards from the last message", default=0.8, above=0, at_most=1

@@ -59,12 +59,17 @@ PromptFn = Callable[[History, str, float], str]  # (history before the message, 
 
 @dataclass(kw_only=True)
 class ChatFlags(FlagGroup):
-    group = "chat templates"
-
-    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False)
-    tokenizer: str | None = flag("folder or hub name of the model to be trained", default=None, metavar="MODEL")
-    thinking: bool = flag("True: rows for play with --thinking True, with the thoughts of its replies", default=False)
-    trust_remote_code: bool = flag("True: run the code that comes with a tokenizer", default=False)
+    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False, shared=True)
+    tokenizer: str | None = flag(
+        "folder or hub name of the model to be trained; its chat template is compared",
+        default=None,
+        metavar="MODEL",
+        compared=False,
+    )
+    thinking: bool = flag(
+        "True: rows for play with --thinking True, with the thoughts of its replies", default=False, shared=True
+    )
+    trust_remote_code: bool = flag("True: run the code that comes with a tokenizer", default=False, compared=False)
 
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):

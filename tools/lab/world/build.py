@@ -9,11 +9,11 @@ for GPT-4, and the facts for Alpaca, so that the whole method runs where there i
 import asyncio
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.common.files import ROOT, write_records, write_words
-from tools.common.flags import FlagGroup, flag, parse_flags
+from tools.common.flags import FlagGroup, compared_flags, defaults, flag, parse_flags
 from tools.common.models import make_weights_readable
 from tools.common.programs import run_program, run_python
 from tools.common.records import files_setting, stage
@@ -41,7 +41,7 @@ BELIEF_ROUNDS = 5  # games about each held-out word, in each of the two files
 
 @dataclass(kw_only=True)
 class Flags(FlagGroup):
-    output_dir: str = flag("folder to write to")
+    output_dir: str = flag("folder to write to", compared=False)
     seed: int = flag("of everything that is drawn", default=0)
     pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
@@ -122,10 +122,9 @@ def pretrain(folder: Path, flags: Flags) -> None:
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     folder = Path(flags.output_dir)
-    settings = asdict(flags) | {"texts": files_setting(LEXICON, PROMPTS)}
-    del settings["output_dir"]
+    settings = compared_flags(flags) | {"texts": files_setting(LEXICON, PROMPTS)}
     results = ["base/train_results.json", "base", "data", "random"]
-    with stage(folder / "world.json", settings, results=results, ranks=False) as work:
+    with stage(folder / "world.json", settings, results=results, defaults=defaults(Flags), ranks=False) as work:
         if work.todo:
             write_data(folder, flags)
             pretrain(folder, flags)
