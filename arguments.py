@@ -29,7 +29,7 @@ from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
 LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
-# Of the Trainer's flags those that a record compares. The flags of evaluation and saving, such as --eval_steps, are not
+# Of the Trainer's flags those that a record compares. Flags of evaluation and saving, such as --eval_steps, are not
 # among them, although they decide under --load_best_model_at_end which checkpoint becomes the model.
 COMPARED = {
     "optim",
