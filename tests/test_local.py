@@ -239,7 +239,7 @@ def test_a_tokenizer_splits_texts_as_its_file_does_and_so_does_a_saved_one(name,
     made.backend_tokenizer.normalizer, made.backend_tokenizer.pre_tokenizer = pipeline
     made.save_pretrained(tmp_path / "base")
     config = read_json(tmp_path / "base" / "tokenizer_config.json") | {"tokenizer_class": name}
-    if name == "LlamaTokenizer":  # the class names them
+    if name == "LlamaTokenizer" and not is_byte_level:  # the class names them
         config = {key: value for key, value in config.items() if key not in ("bos_token", "eos_token")}
     write_json(tmp_path / "base" / "tokenizer_config.json", config | ({} if legacy is None else {"legacy": legacy}))
     file = Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json"))
