@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from tools.common.errors import UserError, printable
 from tools.common.ranks import world_size
 from tools.games.game import Game, History
-from tools.players.flags import PlayFlags
-from tools.players.player import STOP, Player, Reply, Turn
+from tools.players.player import STOP, Player, Reply, Sampling, Turn
 
 with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
     import readline  # noqa: F401
@@ -29,11 +28,11 @@ class HumanPlayer(Player):
         self.role = ""
 
     @classmethod
-    def named(cls, name: str, game: Game, flags: PlayFlags, seed: str) -> "HumanPlayer":
+    def named(cls, name: str, game: Game, flags: Sampling, seed: str) -> "HumanPlayer":
         return cls(game)
 
     @classmethod
-    def setting(cls, name: str, flags: PlayFlags) -> str:
+    def setting(cls, name: str, flags: Sampling) -> str:
         return HUMAN
 
     async def reply(self, turn: Turn) -> Reply:

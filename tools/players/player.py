@@ -5,16 +5,13 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from tools.common.errors import UserError
 from tools.common.flags import FlagGroup, flag
 from tools.common.models import model_setting, without
 from tools.games import prompts
 from tools.games.game import Game, History, load_member, member_setting
-
-if TYPE_CHECKING:
-    from tools.players.flags import PlayFlags
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
@@ -212,14 +209,15 @@ class Player:
     def game_over(self, episode: Mapping) -> None:
         """Called with each finished game in which the player has spoken."""
 
-    # Of the kinds of players that the command line can name. `name` is what follows the kind's prefix there.
+    # Of the kinds of players that the command line can name. `name` is what follows the kind's prefix there, and
+    # `flags` are those of play, of which each kind reads its own.
 
     @classmethod
-    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "Player":
+    def named(cls, name: str, game: Game, flags: Any, seed: str) -> "Player":
         raise NotImplementedError
 
     @classmethod
-    def setting(cls, name: str, flags: "PlayFlags") -> dict | str:
+    def setting(cls, name: str, flags: Any) -> dict | str:
         """The player as a setting of a stage: all of it that games depend on."""
         raise NotImplementedError
 
@@ -228,7 +226,7 @@ class ModelPlayer(Player):
     """A model in this process. All models of a match are loaded together, so none is made by `named`."""
 
     @classmethod
-    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+    def setting(cls, name: str, flags: Sampling) -> dict:
         return model_setting(name)  # by content: a model that was trained again at the same path is another one
 
 
@@ -243,11 +241,11 @@ class ScriptedPlayer(Player):
         self.thinking = thinking
 
     @classmethod
-    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "ScriptedPlayer":
+    def named(cls, name: str, game: Game, flags: Sampling, seed: str) -> "ScriptedPlayer":
         return cls(load_member(name), flags.thinking)
 
     @classmethod
-    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+    def setting(cls, name: str, flags: Sampling) -> dict:
         return member_setting(name)
 
     async def reply(self, turn: Turn) -> Reply:

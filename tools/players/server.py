@@ -6,7 +6,6 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tools.common.errors import UserError, printable, require, user_errors
@@ -25,9 +24,6 @@ from tools.players.player import (
     draw_seed,
     join_thought,
 )
-
-if TYPE_CHECKING:
-    from tools.players.flags import PlayFlags
 
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
@@ -140,11 +136,11 @@ class ServerPlayer(Player):
         self.timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    def named(cls, name: str, game: Game, flags: "PlayFlags", seed: str) -> "ServerPlayer":
+    def named(cls, name: str, game: Game, flags: ServerFlags, seed: str) -> "ServerPlayer":
         return cls(name, flags, seed)
 
     @classmethod
-    def setting(cls, name: str, flags: "PlayFlags") -> dict:
+    def setting(cls, name: str, flags: ServerFlags) -> dict:
         """The model's name; neither the URL, because a server may move, nor the weights, which are not known here."""
         return {"path": f"{SERVER}{name}", "api": flags.openai_api}
 
