@@ -58,7 +58,7 @@ def test_hints_ends_and_guesses_of_both_roles_are_counted_by_hand():
     assert [shares[f"{kind} hints"] for kind in ("clear", "ambiguous", "false")] == [2 / 8, 2 / 8, 4 / 8]
     assert (shares["wins by a wrong guess"], shares["wins by the word said"]) == (1 / 2, 1 / 2)
     assert (shares["games with a guess"], shares["turn of the guess"], shares["right guesses"]) == (2 / 5, 1.5, 1 / 2)
-    assert (shares["points"], shares["as attacker"], shares["messages"]) == (0.5, 0.5, 17 / 5)
+    assert (shares["points"], shares["points as attacker"], shares["messages"]) == (0.5, 0.5, 17 / 5)
 
 
 def test_in_a_match_only_what_the_player_does_counts():
@@ -68,7 +68,7 @@ def test_in_a_match_only_what_the_player_does_counts():
     assert (counts["wins by a wrong guess"], counts["wins by the word said"]) == (0, 1)
     assert (counts["guesses in turn 2"], counts["right guesses in turn 2"]) == (1, 0)
     shares = measures(counts)
-    assert (shares["as attacker"], shares["as defender"], shares["points"]) == (1 / 2, 1.5 / 3, 2.5 / 5)
+    assert (shares["points as attacker"], shares["points as defender"], shares["points"]) == (1 / 2, 1.5 / 3, 2.5 / 5)
     assert "turn of the guess" not in measures(count_games(GAMES[2:3], LEXICON))  # nobody guessed
 
 

@@ -2,8 +2,7 @@
 
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
-from tools.measure import match_text
-from tools.measure.matches import pairs, result_rows
+from tools.measure.matches import matches_text, pairs, result_rows, shown_rows
 
 TABOO = load_game("taboo")
 SETTINGS = {"players": ["old", "mid", "new"], "words": ["played"], "seeds": [0], "against": None}
@@ -40,7 +39,7 @@ ROUND_ROBIN = {
 
 
 def test_the_table_shows_each_pair_once_in_every_role():
-    shown = match_text.matches_text(results_of(ROUND_ROBIN), TABOO)
+    shown = matches_text(results_of(ROUND_ROBIN), TABOO)
     lines = [line.split() for line in shown.splitlines()]
     details = lines[next(at for at, line in enumerate(lines) if line[:2] == ["player", "opponent"]) + 1 : -2]
     pairs_shown = [["mid", "old"], ["new", "old"], ["new", "mid"]]
@@ -53,5 +52,5 @@ def test_the_table_shows_each_pair_once_in_every_role():
 
 def test_against_one_player_all_others_are_shown_against_it():
     met = {pair: ends for pair, ends in ROUND_ROBIN.items() if "mid" in pair}
-    shown = match_text.shown_rows(results_of(met, against="mid"))
+    shown = shown_rows(results_of(met, against="mid"))
     assert [(row["player"], row["opponent"]) for row in shown[::3]] == [("old", "mid"), ("new", "mid")]

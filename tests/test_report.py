@@ -19,8 +19,7 @@ from tools.common.files import write_json, write_records
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.measure import report_page
-from tools.measure.match_text import shown_rows
-from tools.measure.matches import result_rows
+from tools.measure.matches import result_rows, shown_rows
 from tools.measure.report_contents import read_folder, shown_game, split_at_marks
 
 TABOO, TWENTY_QUESTIONS = load_game("taboo"), load_game("twenty_questions")

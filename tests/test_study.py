@@ -18,7 +18,7 @@ from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, TIED, Taboo
 from tools.lab import preparations, study, table
 from tools.measure.belief import fewest_candidates
 from tools.measure.estimates import holm, markdown, student, with_interval
-from tools.measure.match_text import write_results
+from tools.measure.matches import write_results
 from tools.selfplay.episodes import summary
 
 T = 12.7062  # Student's 97.5% quantile with one degree of freedom
@@ -97,8 +97,8 @@ def test_a_table_has_the_mean_over_seeds_of_each_number_by_arm_and_epoch(seeds):
     means = sections(table.table_text(seeds, [], []))["Means over seeds"]
     means = {key: (line["mean"], line["seeds"]) for key, line in means.items()}
     # A model that wins 60 of 100 games as attacker wins the other 40 as defender: imitation breaks the rules.
-    assert means["as attacker", "released", "2"] == (over_two(0.6, 0.64), "2")
-    assert means["as defender", "released", "2"] == (over_two(0.4, 0.36), "2")
+    assert means["points as attacker", "released", "2"] == (over_two(0.6, 0.64), "2")
+    assert means["points as defender", "released", "2"] == (over_two(0.4, 0.36), "2")
     assert means["points", "detached", "1"] == ("0.500", "2")
     assert means[ATTACKER_WINS, "imitation", "0"] == (over_two(0.5, 0.52), "2")
     assert means["log_share among 40", "base", "0"] == ("-5.500", "2")
@@ -109,15 +109,15 @@ def test_a_table_has_the_mean_over_seeds_of_each_number_by_arm_and_epoch(seeds):
 
 
 def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_values_by_holm(seeds):
-    primary = [["log_share among 40", "detached", "released"], ["as attacker", "detached", "released"]]
-    minus = [["points", "detached", "released"], ["as attacker", "released", "base"]]
+    primary = [["log_share among 40", "detached", "released"], ["points as attacker", "detached", "released"]]
+    minus = [["points", "detached", "released"], ["points as attacker", "released", "base"]]
     minus += [["log_share among 40", "detached", "base"], ["log_share among 40", "detached", "typo"]]
     shown = sections(table.table_text(seeds, primary, minus))
     declared = shown["Primary comparisons"]
     log_shares = declared["log_share among 40", "detached", "released"]
     assert (log_shares["epoch"], log_shares["difference"]) == ("2", over_two(1, 2, "+.3f"))
     assert log_shares["of each seed"] == "+1.000, +2.000"
-    wins = declared["as attacker", "detached", "released"]
+    wins = declared["points as attacker", "detached", "released"]
     assert wins["difference"] == over_two(0.1, 0.02, "+.3f")
     assert (log_shares["p by Holm"], wins["p by Holm"]) == (
         "0.410",
@@ -128,15 +128,15 @@ def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_
     points = further["points", "detached", "released"]
     assert (points["difference"], points["p"]) == ("+0.000", "-")
     assert further["log_share among 40", "detached", "typo"]["difference"] == "-"
-    assert further["as attacker", "released", "base"]["difference"] == "-"
+    assert further["points as attacker", "released", "base"]["difference"] == "-"
 
 
 def test_a_comparison_is_after_the_last_epoch_that_both_arms_have_in_all_their_seeds(seeds):
     del seeds[1]["arms"]["detached"]["epochs"]["2"]
-    gaps = table.paired(table.to_frame(seeds), "as attacker", "detached", "released")
+    gaps = table.paired(table.to_frame(seeds), "points as attacker", "detached", "released")
     assert gaps.name == 1 and gaps.tolist() == pytest.approx([0.05, 0.06])
     del seeds[1]["arms"]["detached"]
-    gaps = table.paired(table.to_frame(seeds), "as attacker", "detached", "released")
+    gaps = table.paired(table.to_frame(seeds), "points as attacker", "detached", "released")
     assert gaps.name == 2 and gaps.tolist() == pytest.approx([0.1])
 
 

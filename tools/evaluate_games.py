@@ -19,8 +19,7 @@ from tools.common.flags import NAMED_MODELS, NamedPath, by_name, defaults, flag,
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
-from tools.measure.match_text import RESULTS, TABLE, write_results
-from tools.measure.matches import ALL, Match, pairs
+from tools.measure.matches import ALL, RESULTS, TABLE, Match, pairs, write_results
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.make import choose_engine, engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles

@@ -18,7 +18,7 @@ from tools.common.errors import UserError
 from tools.common.files import ROOT, read_json, read_json_or_jsonl, read_text, read_words, write_json, write_words
 from tools.common.programs import run_program, run_python
 from tools.games.game import load_member
-from tools.lab.table import IMITATION, MEASURES
+from tools.lab.table import IMITATION, OWN_MEASURES
 from tools.lab.world import behaviour
 from tools.lab.world.players import load_lexicon
 
@@ -75,7 +75,9 @@ def what_models_do(loop: str) -> None:
         for path in (part / "rows" / name for name in ("rows.json", "winners.json")):  # the latter before cloning
             if path.is_file() and (rows := behaviour.count_rows(read_json_or_jsonl(path))):
                 counts.setdefault(player, {})["rows"] = rows
-    write_json(folder / MEASURES, {model: {"counts": each, "measures": named(each)} for model, each in counts.items()})
+    write_json(
+        folder / OWN_MEASURES, {model: {"counts": each, "measures": named(each)} for model, each in counts.items()}
+    )
 
 
 def named(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -31,11 +31,11 @@ from tools.measure.estimates import (
     student,
     with_interval,
 )
-from tools.measure.matches import BOTH
+from tools.measure.matches import BOTH, MEASURES
 
 BASE = "base"
 IMITATION = "imitation"
-MEASURES = "measures.json"  # of a loop: what a study's own function measures
+OWN_MEASURES = "measures.json"  # of a loop: what a study's own function measures
 LEGEND = f"Brackets: {CONFIDENCE:.0%} over seeds, by Student's t. Differences are paired by seed."
 EQUAL = (
     "Equal: the p value is the larger one of two one-sided tests (TOST) that the difference is not below -margin, and "
@@ -118,7 +118,7 @@ def loop_counts(loop: Path) -> dict[str, Mapping]:
 
 def own_measures(loop: Path) -> dict[str, dict]:
     """What a study's function `after` has left: {MODEL: {"measures": {NAME: number}, "counts": {...}}}."""
-    path = loop / MEASURES
+    path = loop / OWN_MEASURES
     return read_json(path) if path.is_file() else {}
 
 
@@ -130,22 +130,17 @@ def play_numbers(summary: Mapping) -> Numbers:
 
 
 def match_numbers(match: Mapping, player: str) -> Numbers:
-    """Points of a model against imitation, by role and by word list too, and how these games ended."""
+    """What a model does against imitation; as one role; and its points with each word list."""
     sides = (player, match["settings"]["against"], None)  # None: the seeds together
     rows = [row for row in match["results"] if (row["player"], row["opponent"], row["seed"]) == sides]
     pooled = rows[-1]["words"]  # all lists, or the only one
     numbers: Numbers = {}
     for row in rows:
-        if row["words"] != pooled:
-            if row["role"] == BOTH:
-                numbers[f"{row['words']} words"] = row["points"]
+        if row["words"] == pooled:
+            where = "" if row["role"] == BOTH else f" as {row['role']}"
+            numbers |= {f"{measure.name}{where}": row[measure.name] for measure in MEASURES}
         elif row["role"] == BOTH:
-            numbers["points"] = row["points"]
-            for name in ("win", "tie", "loss"):
-                numbers[name] = row["rates"][name]["share"]
-        else:
-            numbers[f"as {row['role']}"] = row["points"]
-            numbers[f"own breaches as {row['role']}"] = row["breach_losses"] / row["games"]
+            numbers[f"points, {row['words']} words"] = row["points"]
     return numbers
 
 

@@ -1,19 +1,29 @@
-"""Match play: who meets whom, and points and rates with their intervals. No torch, no files.
+"""A match: who meets whom, points and rates with their intervals, and the files matches.json and matches.txt.
 
 Games of the same target word are not independent, so standard errors count words instead of games.
 """
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from tools.common.files import read_json_or_jsonl, write_json, write_text
 from tools.games.game import Game
-from tools.measure.estimates import estimate
+from tools.measure.estimates import CONFIDENCE, estimate, with_interval
 
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists
-RATES = ("win", "tie", "loss", "breach")
+WIN, TIE, LOSS = "win", "tie", "loss"
+RESULTS = "matches.json"  # called `results` here
+TABLE = "matches.txt"
+NAMES = ("player", "opponent", "words", "role")
+HOW_COUNTED = (
+    "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
+    f"games that ended by breaking the rules. All shares are in percent, with {CONFIDENCE:.0%} intervals over target "
+    "words, not over trainings. Empty: the player's empty replies."
+)
 
 
 class Match(NamedTuple):
@@ -25,10 +35,46 @@ class Match(NamedTuple):
     seed: int
 
 
+class Side(NamedTuple):
+    """One game from the side of one of its players."""
+
+    points: float
+    result: str  # WIN, TIE or LOSS
+    breach: bool  # the game ended by breaking the rules
+    length: int  # messages up to the decisive one
+    messages: int  # the player's own
+    empty: int  # of these
+
+
+class Measure(NamedTuple):
+    """A number of a player in a match, by this name in matches.json, its table, the report and studies."""
+
+    name: str
+    count: Callable[[Side], float]  # what a game adds to the sum
+    per: str = "games"  # the mean is over these, or over "messages"
+    interval: bool = True  # which only means of values between 0 and 1 have
+    form: str = ".1%"
+    shown: bool = True  # as a column
+
+
+MEASURES = (
+    Measure("points", lambda side: side.points),
+    Measure(WIN, lambda side: side.result == WIN),
+    Measure(TIE, lambda side: side.result == TIE),
+    Measure(LOSS, lambda side: side.result == LOSS),
+    Measure("breach", lambda side: side.breach),
+    Measure("own breach", lambda side: side.breach and side.result == LOSS, shown=False),
+    Measure("length", lambda side: side.length, interval=False, form=".2f"),
+    Measure("empty", lambda side: side.empty, per="messages", interval=False),
+)
+SHOWN = [measure for measure in MEASURES if measure.shown]
+HEAD = (*NAMES, "games", *(measure.name for measure in SHOWN))
+
+
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
     """The players of each match, in the first and the second role.
 
-    Each pair plays its two matches in a row, so its models are loaded once (`_loaded` in tools/players/make.py).
+    Each pair plays its two matches in a row, so its models are loaded once.
     """
     if len(players) == 1:
         return [(players[0], players[0])]
@@ -39,6 +85,9 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
     for one, other in meetings:
         both_ways += [(one, other), (other, one)]
     return both_ways
+
+
+# Games to rows.
 
 
 def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
@@ -52,7 +101,8 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
     for episode in episodes:
         for role in game.roles:
             players = (episode[role], episode[game.other(role)])  # the player first, then its opponent
-            sums = sums_of_side(episode, game, role)
+            side = side_of(episode, game, role)
+            sums = {"games": 1, "messages": side.messages} | {each.name: each.count(side) for each in MEASURES}
             for words in (episode["words"], ALL):
                 for pooled_role in (role, BOTH):
                     for seed in (episode["seed"], None):
@@ -69,47 +119,105 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
             yield head | summarise(rows[key])
 
 
-def sums_of_side(episode: Mapping, game: Game, role: str) -> dict[str, float]:
-    """What one game adds to the sums of the player in this role.
+def side_of(episode: Mapping, game: Game, role: str) -> Side:
+    """A game from the side of a role.
 
     An outcome without a winner counts as a tie, even if both roles have reached a common aim; the points tell that.
     """
     history = episode["history"]
     outcome = game.outcome(episode["outcome"])
     points = game.points(episode["target_word"], history[: episode["length"]], outcome.name)
-    result = "tie" if outcome.winner is None else "win" if outcome.winner == role else "loss"
-    messages = [message["content"].strip() for message in history if message["role"] == role]
-    sums = {"games": 1, "points": points[game.roles.index(role)], result: 1, "length": episode["length"]}
-    sums |= {"messages": len(messages), "empty": messages.count("")}
-    if outcome.breach:
-        sums |= {"breach": 1, f"breach {result}": 1}
-    return sums
+    result = TIE if outcome.winner is None else WIN if outcome.winner == role else LOSS
+    texts = [message["content"].strip() for message in history if message["role"] == role]
+    return Side(points[game.roles.index(role)], result, outcome.breach, episode["length"], len(texts), texts.count(""))
 
 
 def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
-    """The numbers of a row, from the player's sums of each target word.
-
-    A new number is counted for one game in `sums_of_side` and gets a key here. To be shown, it needs a column in HEAD
-    and `cells` of tools/measure/match_text.py, which the report uses too, and a name in `match_numbers` of
-    tools/lab/table.py, for studies. Finished matches lack the key. To count their stored games again, delete
-    matches.txt and give the same command. `estimate` makes intervals of values between 0 and 1 alone, so mean_length
-    has none.
-    """
+    """The numbers of a row, from the player's sums of each target word: NAME, and NAME_interval where there is one."""
     all_sums = sums_by_word.values()
     total = sum(all_sums, Counter())
-    games = [sums["games"] for sums in all_sums]
-    means = {name: estimate(games, [sums[name] for sums in all_sums]) for name in ("points", *RATES)}
-    return {
-        "games": total["games"],
-        "wins": total["win"],
-        "losses": total["loss"],
-        "ties": total["tie"],
-        "breaches": total["breach"],
-        "breach_losses": total["breach loss"],
-        "points": means["points"][0],
-        "points_interval": means["points"][1],
-        "rates": {rate: dict(zip(("share", "interval"), means[rate], strict=True)) for rate in RATES},
-        "mean_length": total["length"] / total["games"],
-        "empty_replies": total["empty"],
-        "messages": total["messages"],
-    }
+    row = {"games": total["games"], "wins": total[WIN], "ties": total[TIE], "losses": total[LOSS]}
+    for measure in MEASURES:
+        name = measure.name
+        if measure.interval:
+            sizes, sums = ([each[key] for each in all_sums] for key in (measure.per, name))
+            row[name], row[f"{name}_interval"] = estimate(sizes, sums)
+        else:
+            row[name] = total[name] / total[measure.per] if total[measure.per] else None
+    return row
+
+
+# Rows to files.
+
+
+def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> None:
+    rows = list(result_rows(read_json_or_jsonl(games_path), game))
+    results = {"settings": settings, "results": rows, "games_path": games_path.name}
+    write_json(folder / RESULTS, results)
+    write_text(folder / TABLE, matches_text(results, game))
+
+
+def matches_text(results: dict, game: Game) -> str:
+    """A table of players, word lists and roles, and a last line with the points of all pairs."""
+    settings = results["settings"]
+    rows = shown_rows(results)
+    return (
+        f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
+        f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
+        f"{aligned([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
+    )
+
+
+def aligned(lines: Iterable[Sequence[str]]) -> str:
+    """Lines of cells as columns of text, each aligned at the right."""
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) for cell in column])
+    return "\n".join(map(" ".join, zip(*columns, strict=True)))
+
+
+def shown_rows(results: dict) -> list[dict]:
+    """The rows of a table: seeds are pooled, and each pair is there once, from the side of the later player.
+
+    With `against` that is the one that meets it. Rows that pool word lists and roles come first.
+    """
+    settings = results["settings"]
+    rows = [row for row in results["results"] if row["seed"] is None]
+    order_of = {player: number for number, player in enumerate(settings["players"])} | {settings["against"]: -1}
+    lists = list(dict.fromkeys([ALL, *(row["words"] for row in rows)]))
+    shown = [row for row in rows if order_of[row["player"]] >= order_of[row["opponent"]]]
+
+    def order(row: dict) -> tuple:
+        return order_of[row["opponent"]], order_of[row["player"]], lists.index(row["words"]), row["role"] != BOTH
+
+    return sorted(shown, key=order)
+
+
+def cells(row: dict) -> list[str]:
+    """The cells of a row, in the order of HEAD."""
+    numbers = [
+        with_interval(row[measure.name], row.get(f"{measure.name}_interval"), measure.form).replace("%", "")
+        for measure in SHOWN
+    ]
+    return [*(row[name] for name in NAMES), f"{row['games']:,}", *numbers]
+
+
+def points_line(rows: Sequence[dict]) -> str:
+    """One line with the points of each pair of players, and the games behind them."""
+    return "; ".join(
+        f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
+        f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
+        f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
+        for row in pooled_rows(rows)
+    )
+
+
+def pooled_rows(rows: Sequence[dict]) -> list[dict]:
+    """Of the shown rows one for each pair of players: the first, which pools word lists and roles."""
+    groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
+    return [next(group) for _, group in groups]
+
+
+def as_role(role: str) -> str:
+    return "in both roles" if role == BOTH else f"as {role}"

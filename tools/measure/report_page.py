@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from tools.measure.match_text import HEAD, HOW_COUNTED, as_role, cells, pooled_rows, shown_rows
+from tools.measure.estimates import CONFIDENCE
+from tools.measure.matches import HEAD, HOW_COUNTED, as_role, cells, pooled_rows, shown_rows
 from tools.measure.report_contents import SAMPLE, Report
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def headline(rows: Sequence[Mapping]) -> str:
             player: row["player"],
             "against": f"{row['opponent']} {as_role(row['role'])}",
             "points": f"{row['points']:.1%}",
-            "95% interval": f"{low} to {high}",
+            f"{CONFIDENCE:.0%} interval": f"{low} to {high}",
             "wins": f"{row['wins']:,}",
             "ties": f"{row['ties']:,}",
             "losses": f"{row['losses']:,}",

@@ -75,7 +75,7 @@ def measures(counts: Mapping[str, float]) -> dict[str, float]:
     points = [counts.get(f"points as {role}", 0) for role in GAME.roles]
     fractions = {
         "points": (sum(points), sum(sides)),
-        **{f"as {role}": pair for role, *pair in zip(GAME.roles, points, sides, strict=True)},
+        **{f"points as {role}": pair for role, *pair in zip(GAME.roles, points, sides, strict=True)},
         **{kind: (counts[kind], hints) for kind in HINTS},
         **{end: (counts[end], wins) for end in (BY_GUESS, BY_WORD)},
         "games with a guess": (guesses, sides[1]),
