@@ -1,6 +1,7 @@
 """The page of pieces: functions play, games become rows, the loss of a batch has a gradient."""
 
 import asyncio
+import copy
 import shutil
 import subprocess
 import sys
@@ -67,26 +68,55 @@ def test_games_are_played_in_a_notebook_too_where_an_event_loop_runs():
     assert [episode["outcome"] for episode in asyncio.run(cell())] == ["attacker wins"]
 
 
-def test_in_the_caller_s_event_loop_a_function_answers_all_waiting_games_as_one_batch():
+def test_a_function_answers_all_waiting_games_as_one_batch():
+    batches = []
+
+    def hints(turns):
+        batches.append(len(turns))
+        return [f"A hint for {turn.secrets['target_word']}" if turn.history else "It grows." for turn in turns]
+
+    episodes = spag.play(["apple", "river", "apple"], spag.batched(hints), lambda turn: "Hm?", max_turns=2)
+    assert [episode["outcome"] for episode in episodes] == ["attacker breaks the rules"] * 3 and batches == [3, 3]
+
+
+def test_in_the_caller_s_event_loop_a_player_uses_what_belongs_to_this_loop():
     async def cell():
-        loop, waiting, batches = asyncio.get_running_loop(), [], []
+        message = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, message.set_result, "An apple</s> tree.")
 
-        async def batched(turn):
-            """The first game to ask answers all that have asked before it is its turn again."""
-            waiting.append(answer := loop.create_future())
-            if waiting[0] is answer:
-                await asyncio.sleep(0)
-                batches.append(len(waiting))
-                for each in waiting:
-                    each.set_result("It grows on trees.")
-                waiting.clear()
-            return await answer
+        async def wait(turn):
+            return await message
 
-        return await spag.play_async(["apple", "river", "apple"], batched, defender), batches
+        return await spag.play_async(["apple"], wait, defender, special=["</s>"])
 
-    episodes, batches = asyncio.run(cell())
-    assert [episode["outcome"] for episode in episodes] == ["defender wins", "attacker wins", "defender wins"]
-    assert batches == [3]
+    (episode,) = asyncio.run(cell())
+    assert episode["outcome"] == "attacker breaks the rules"
+    assert episode["history"][0]["content"] == "An apple tree."
+
+
+def test_a_transcript_holds_a_game_as_a_trainer_reads_it(tokenizer):
+    """The template writes each message as <role>text</s>; a byte is a token."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}{{ extra }}"
+    )
+    transcript = spag.Transcript(tokenizer, extra="")
+    chat = [{"role": "system", "content": "R"}, {"role": "user", "content": "Hi"}]
+    ids = [
+        tokenizer(text)["input_ids"]
+        for text in ("<s>R</s><u>Hi</s><a>", "yes</s>", "<u>@@@</s><a>", "no", "</s><u>x</s><a>")
+    ]
+    assert transcript.read(chat) == ids[0]
+    transcript.write(ids[1])
+    assert transcript.read(
+        [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "@@@"}]
+    ) == sum(ids[:3], [])
+    transcript.write(ids[3])  # cut off: the end token is what the model reads
+    assert transcript.read([{"role": "user", "content": "x"}]) == sum(ids, [])
+    assert transcript.prompt_ids == ids[0]
+    lengths = [len(part) for part in ids[1:]]
+    assert transcript.mask == [1] * lengths[0] + [0] * lengths[1] + [1] * lengths[2] + [0] * lengths[3]
 
 
 def test_a_game_step_by_step():

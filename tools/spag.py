@@ -24,18 +24,18 @@ datasets and accelerate.
 import asyncio
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.errors import UserError
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict, load_game
-from tools.games.prompts import Templates, chat_messages, play_prompt
+from tools.games.prompts import ASSISTANT, USER, Templates, chat_messages, play_prompt
 from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN
 from tools.players.make import make_players
-from tools.players.player import Choose
+from tools.players.player import Choose, Turn
 from tools.selfplay.play import as_message, play_games
 from tools.selfplay.rows import Row, assign_rewards
 
@@ -98,6 +98,70 @@ def chat(
     return play_prompt(game, history, task, max_turns or game.max_turns, templates, join=chat_messages)
 
 
+def batched(messages: Callable[[list[Turn]], list[str]]) -> Choose:
+    """A player from a function that answers many games at once, such as a model that you hold, in one batch.
+
+    The first game to ask waits for 10 ms; the function gets the turns of all games that have asked by then.
+    """
+    waiting: list[tuple[Turn, asyncio.Future[str]]] = []
+
+    async def reply(turn: Turn) -> str:
+        answer = asyncio.get_running_loop().create_future()
+        waiting.append((turn, answer))
+        if len(waiting) == 1:
+            await asyncio.sleep(0.01)
+            turns, answers = zip(*waiting, strict=True)
+            waiting.clear()
+            for each, text in zip(answers, messages(list(turns)), strict=True):
+                each.set_result(text)
+        return await answer
+
+    return reply
+
+
+class Transcript:
+    """A game as one sequence of tokens, for a trainer: what the model has read and written in one role.
+
+    `prompt_ids` end where the model's first message begins; `completion_ids` hold its messages and those of the other
+    role, `mask` 1 for each token that the model wrote and 0 for each that it read. `template` are options of the
+    tokenizer's chat template, such as enable_thinking=False.
+    """
+
+    def __init__(self, tokenizer, **template):
+        self.tokenizer = tokenizer
+        self.template = template
+        self.prompt_ids: list[int] = []
+        self.completion_ids: list[int] = []
+        self.mask: list[int] = []
+
+    def read(self, chat: list[dict[str, str]]) -> list[int]:
+        """Add what is new in this chat, of the model's next turn. Returns all tokens, which the model continues."""
+        if not self.completion_ids:
+            self.prompt_ids = self._encode(self._render(chat))
+        else:
+            # What the template writes behind a reply: its end token, the other's message, the beginning of the next.
+            mark = "@@@"
+            between = [{"role": USER, "content": ""}, {"role": ASSISTANT, "content": mark}, chat[-1]]
+            ids = self._encode(self._render(between).partition(mark)[2])
+            ended = self.completion_ids[-1] == ids[0]  # otherwise the reply was cut off
+            self._add(ids[ended:], wrote=0)
+        return self.prompt_ids + self.completion_ids
+
+    def write(self, ids: list[int]) -> None:
+        """Add a reply of the model, with its end token if it has one."""
+        self._add(ids, wrote=1)
+
+    def _add(self, ids: list[int], wrote: int) -> None:
+        self.completion_ids += ids
+        self.mask += [wrote] * len(ids)
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self.template)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 async def play_async(
     tasks: Sequence[str],
     first: Speaker,
@@ -106,6 +170,7 @@ async def play_async(
     game: str | Game = "taboo",
     templates: Templates | None = None,
     seed: int = 0,
+    special: Collection[str] = (),
     **flags,
 ) -> list[dict]:
     """`play` in the event loop that is running, so that an async function can use what belongs to this loop."""
@@ -116,6 +181,8 @@ async def play_async(
     if HUMAN in speakers:
         raise UserError(f"{HUMAN} plays with python -m tools.play_llm_game; here give a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
+    for player in players.values():
+        player.special_texts |= frozenset(special)
     episodes: list[dict] = []
     await play_games(
         game,
@@ -135,8 +202,9 @@ def play(tasks: Sequence[str], first: Speaker, second: Speaker, **options) -> li
     `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
     gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `options` are those of `play_async`:
     `game`, `templates`, `seed`, and the flags of play_llm_game; vLLM, which takes 90% of a GPU, plays only with
-    engine="vllm". The same seed draws the same again: change it each round. A game of which a server gave no reply is
-    left out, with a warning.
+    engine="vllm". `special` are the texts of special tokens of a model for which a function speaks (as in `step`);
+    those of the other models are known. The same seed draws the same again: change it each round. A game of which a
+    server gave no reply is left out, with a warning.
 
     No game is stored, so a kill loses all of them; tools/play_llm_game.py stores each game as it ends. Models of this
     process stay loaded for a next call with the same models and flags. `drop_models` in tools/players/make.py frees

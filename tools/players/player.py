@@ -50,6 +50,10 @@ class Turn:
                 raise
             raise ReplyUnavailable(str(error)) from None
 
+    def chat(self) -> list[dict[str, str]]:
+        """The game as a chat in which this player is the assistant: messages of `role` and `content`."""
+        return prompts.chat_messages(self.history, self.role, self.rules(), self.instruction())
+
     def rules(self) -> str:
         return prompts.rule_text(self.templates or prompts.default_templates(self.game), self.max_turns)
 
