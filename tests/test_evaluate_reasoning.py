@@ -20,8 +20,15 @@ from tools import evaluate_reasoning
 from tools.common.errors import UserError
 from tools.common.files import read_json, write_json
 from tools.measure import reasoning
-from tools.measure.reasoning import BENCHMARKS
-from tools.measure.reasoning_table import MEAN, Score, cell_text, geometric_mean, read_score, score_rows
+from tools.measure.reasoning import (
+    BENCHMARKS,
+    MEAN,
+    Score,
+    cell_text,
+    geometric_mean,
+    read_score,
+    score_rows,
+)
 
 ODD_NAME = "lr=1e-5,kl=0.2"  # of a model's folder
 

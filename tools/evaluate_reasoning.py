@@ -29,8 +29,18 @@ from tools.common.models import model_setting
 from tools.common.programs import run_program
 from tools.common.records import stage
 from tools.engine.flags import ModelFlags
-from tools.measure.reasoning import BENCHMARKS, Benchmark, NoResult, ask
-from tools.measure.reasoning_table import MEAN, Score, cell_text, read_score, score_rows, table_text
+from tools.measure.reasoning import (
+    BENCHMARKS,
+    MEAN,
+    Benchmark,
+    NoResult,
+    Score,
+    ask,
+    cell_text,
+    read_score,
+    score_rows,
+    table_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +92,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     """Scores by model and benchmark, and the harness's versions.
 
     Each model and benchmark is a run of the harness of its own, which loads the model again. So a run that fails is
-    only logged, and the same command asks what is missing. A model that lacks a score has no geometric mean
-    (`score_rows` in tools/measure/reasoning_table.py); the harness's own words are in OUTPUT_DIR/MODEL/TASK.log.
+    only logged, and the same command asks what is missing. The harness's own words are in OUTPUT_DIR/MODEL/TASK.log.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""One model on one benchmark: one run of lm-evaluation-harness."""
+"""Reasoning benchmarks: runs of lm-evaluation-harness, one for each model and benchmark, and the table of scores."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -14,8 +15,10 @@ from tools.common.errors import UserError
 from tools.common.files import read_json
 from tools.common.models import model_folder
 from tools.common.ranks import LAUNCHER_VARIABLES
+from tools.measure.estimates import UNKNOWN, markdown
 
-TASK_FILES = Path(__file__).parent / "tasks"  # in place of tasks that the harness cannot load or scores wrongly
+TASK_FILES = Path(__file__).parent / "tasks"  # instead of tasks that the harness cannot load or scores wrongly
+MEAN = "geometric mean"  # a column of the table
 LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
 
 
@@ -30,10 +33,13 @@ class Benchmark(NamedTuple):
     metric: str  # "metric" or "metric,filter" of the harness
 
 
-# The paper does not state its tasks, shots and metrics: these are this project's choice.
-# A further line needs no other code: tables, report and studies take the names from the results. It enters the
-# geometric mean, which then no longer compares with the paper's. After a change of shots, or of a file in TASK_FILES,
-# take another --output_dir: a finished result is refused with other shots, and kept with another file.
+class Score(NamedTuple):
+    value: float  # in percent
+    stderr: float | None  # the harness's own; None where it gives none
+
+
+# The paper does not state its tasks, shots and metrics: these are this project's choice. All of them enter the
+# geometric mean.
 BENCHMARKS = (
     Benchmark("MMLU", "mmlu", 5, "acc"),
     Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
@@ -47,7 +53,7 @@ BENCHMARKS = (
 
 
 def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
-    """Ask a model a benchmark. Returns its metrics and the harness's version, as README.md describes.
+    """Ask a model a benchmark. Returns {"metrics": {NAME: {"value", "stderr"}}, "harness": version}.
 
     `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size,
     and chat_template if it is true.
@@ -62,11 +68,7 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
-    """The harness's flags, with an output folder of this run alone.
-
-    Another backend of the harness, such as vLLM, takes the place of "hf" here, with its own names in --model_args. As
-    it may change scores, `ask_all` in tools/evaluate_reasoning.py must put it into `settings`, which records compare.
-    """
+    """The harness's flags, with an output folder of this run alone."""
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
     model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"] or "auto"}
     if length := config.get("text_config", config).get("max_position_embeddings"):  # else the harness knows more names
@@ -95,7 +97,7 @@ def read_result(folder: Path, task: str) -> dict:
     """The result of a task, or of a group of tasks such as MMLU, from the harness's output. UserError without one."""
     paths = list(folder.rglob("results_*.json"))
     if len(paths) != 1:
-        raise UserError(f"it left {len(paths)} files results_*.json in the place of one")
+        raise UserError(f"it left {len(paths)} files results_*.json instead of one")
     output = read_json(paths[0])
     results = output["results"].get(task, {})  # a tag has results of its tasks alone
     numbers = {key: value for key, value in results.items() if isinstance(value, Number)}
@@ -105,3 +107,68 @@ def read_result(folder: Path, task: str) -> dict:
         if "," in key and "_stderr," not in key
     }
     return {"metrics": metrics, "harness": output["lm_eval_version"]}
+
+
+# The table.
+
+
+def read_score(result: Mapping, metric: str) -> Score:
+    """One metric of a result of `ask`. UserError unless exactly one has this name and a value."""
+    names = [name for name in result["metrics"] if metric in (name, name.partition(",")[0])]
+    if len(names) != 1:
+        raise UserError(f"--tasks NAME:METRIC: choose one metric of {' '.join(result['metrics'])}; found {metric!r}")
+    value = result["metrics"][names[0]]["value"]
+    stderr = result["metrics"][names[0]]["stderr"]
+    if value is None:  # as NaN is stored
+        raise UserError(f"the harness's value of {names[0]} is not a number")
+    return Score(100 * value, None if stderr is None else 100 * stderr)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The k-th root of the product of k values, as the paper takes it over its benchmarks.
+
+    It gets no standard error: the harness gives one for each benchmark alone.
+    """
+    return math.prod(values) ** (1 / len(values))
+
+
+def score_rows(scores: Mapping[str, Mapping[str, Score]], benchmarks: Sequence[str]) -> list[dict]:
+    """A row for each model and benchmark, and for each model's geometric mean.
+
+    What was not asked has no row, and a model that lacks a benchmark has no mean.
+    """
+    rows = []
+    for model, of_model in scores.items():
+        asked = [name for name in benchmarks if name in of_model]
+        for name in asked:
+            rows.append({"model": model, "benchmark": name, **of_model[name]._asdict()})
+        if asked == list(benchmarks):
+            mean = geometric_mean([of_model[name].value for name in benchmarks])
+            rows.append({"model": model, "benchmark": MEAN, "value": mean, "stderr": None})
+    return rows
+
+
+def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
+    """The table in Markdown, and what was asked."""
+    columns = [benchmark["name"] for benchmark in settings["benchmarks"]] + [MEAN]
+    cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
+    lines = [["", *columns]]
+    for model in settings["models"]:
+        lines.append([model, *(cells.get((model, column), UNKNOWN) for column in columns)])
+    asked = []
+    for benchmark in settings["benchmarks"]:
+        shots = "default" if benchmark["shots"] is None else benchmark["shots"]
+        asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
+    dtype = settings["dtype"] or "each model in the type of its config"
+    questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions of a task"
+    layout = "in the chat template of each model" if settings["chat_template"] else "without a chat template"
+    return f"""{markdown(lines)}
+
+Percentages ± one standard error over draws of the questions; it does not cover the randomness of training.
+lm-evaluation-harness {settings["harness"]}, {layout}, {dtype}, {questions}: {", ".join(asked)}.
+"""
+
+
+def cell_text(row: Mapping) -> str:
+    error = "" if row["stderr"] is None else f" ± {row['stderr']:.2f}"
+    return f"{row['value']:.2f}{error}"
