@@ -106,6 +106,19 @@ def test_a_reply_ends_at_any_end_token_which_counts_but_is_not_shown():
     assert local.codec.decode([2, 3], prompt_cut=False) == Reply("", STOP, 1)
 
 
+@pytest.mark.parametrize("build", [build_tokenizer, lambda: build_sentencepiece(["a"], 2)])
+def test_a_reply_that_is_cut_inside_a_character_ends_before_it_and_a_real_replacement_character_stays(build):
+    codec = LocalModel(build_llama(0, 600), build(), GREEDY).codec
+    for text in ("Think of 日本😀", "Think of \ufffd", "Think of \ufffd日", "日"):
+        written = text.encode()
+        ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for dropped in range(min(9, len(written))):
+            reply = codec.decode(ids[: len(ids) - dropped])
+            assert reply.text == written[: len(written) - dropped].decode(errors="ignore")
+            assert reply.finish_reason == LENGTH and reply.tokens == len(ids) - dropped
+    assert codec.decode([*ids[:-1], codec.tokenizer.eos_token_id]).finish_reason == STOP
+
+
 @pytest.mark.parametrize("absent", [[], ["bos_token"], ["eos_token", "pad_token"]])
 def test_a_tokenizer_may_lack_special_tokens_and_replies_do_not_depend_on_their_batch(absent):
     tokenizer = build_tokenizer()

@@ -38,6 +38,10 @@ from tools.players.player import LENGTH, STOP, ModelPlayer, Reply, Sampling, Tur
 # and vllm at the next end of a reply, generate at the end of its batch.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
+UNREADABLE = "\ufffd"
+# U+FFFD itself in the tokens of a vocabulary of characters, of byte fallback, and of a byte-level one.
+UNREADABLE_TOKENS = (UNREADABLE, "<0xEF><0xBF><0xBD>", "ï¿½")
+
 
 class Codec:
     """A model's tokenizer, which turns prompts into token ids and token ids into replies.
@@ -94,10 +98,27 @@ class Codec:
         tokens = len(ids) if end is None else end + 1
         thinking = self.sampling.thinking
         ids = [token for token in ids[:end] if not thinking or token not in self.unseen_ids]
-        text = self.tokenizer.decode(ids, skip_special_tokens=not thinking, clean_up_tokenization_spaces=False)
+        text = self._text_of_cut(ids) if end is None else self._text(ids)
         finish_reason = LENGTH if end is None else STOP
         make = Reply.read if thinking else Reply
         return make(text, finish_reason, tokens, **known)
+
+    def _text(self, ids: list[int]) -> str:
+        options = {"skip_special_tokens": not self.sampling.thinking, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(ids, **options)
+
+    def _text_of_cut(self, ids: list[int]) -> str:
+        """The text of a reply that the limit has cut, without the tokens of a last character that is not whole.
+
+        Such a character would be read as U+FFFD and learned as its bytes. A U+FFFD that the model wrote stays.
+        """
+        for dropped in range(4):  # a character in UTF-8 lacks at most its last three bytes
+            kept = ids[: max(len(ids) - dropped, 0)]
+            text = self._text(kept)
+            last_tokens = filter(None, self.tokenizer.convert_ids_to_tokens(kept[-3:]))
+            if not text.endswith(UNREADABLE) or "".join(last_tokens).endswith(UNREADABLE_TOKENS):
+                return text
+        return self._text(ids)
 
     @functools.cached_property
     def unseen_ids(self) -> set[int]:
