@@ -135,16 +135,15 @@ def test_a_models_digest_covers_every_file_that_may_change_it(tiny_model, tmp_pa
     assert len({*digests, digest()}) == 16
 
 
-@pytest.mark.parametrize("megabytes, changed", [(16, 1), (40, 1 << 14)])
-def test_a_digest_sees_each_byte_of_16_mib_and_each_layer_of_more(tmp_path, megabytes, changed):
+def test_a_digest_sees_one_changed_byte_of_large_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     digests = set()
-    for place in (None, 3, 5_000_001, 12_345_678):
+    for place in (None, 3, 5_000_001, 39_345_678):
         with open(tmp_path / "model.safetensors", "wb") as file:
-            file.truncate(megabytes << 20)
+            file.truncate(40 << 20)
             if place:
                 file.seek(place)
-                file.write(b"x" * changed)
+                file.write(b"x")
         digests.add(model_setting(str(tmp_path))["sha256"])
     assert len(digests) == 4
 

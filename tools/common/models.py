@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 # What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 # What templates that tell the date are given, so that prompts do not change from day to day: the default of Llama 3's.
 DAY = "26 Jul 2024"
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-SAMPLES = 4096  # of a file of weights, which a model's digest reads
-SAMPLE_BYTES = 4096  # the length of a sample
 # Files that training writes beside a model. They do not change what the model says.
 RECORDS = {
     "README.md",
@@ -233,25 +230,25 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 
 
 def model_setting(name: str) -> dict:
-    """A model as a setting of a stage: SHA-256 over all files of its folder, of weights above 16 MiB over samples.
+    """A model as a setting of a stage: SHA-256 over all bytes of all files of its folder, but RECORDS.
 
-    Each start asks for it, and would wait while all weights of a large model are read. Training changes weights all
-    over the file, so samples show it.
+    All bytes, because two models may differ in one token's row alone.
     """
     folder = model_folder(name)
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.name in RECORDS or path.name.startswith("."):
-            continue
-        size = path.stat().st_size
-        stride = max(SAMPLE_BYTES, size // SAMPLES) if path.suffix in WEIGHTS else SAMPLE_BYTES
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            for start in range(0, size, stride):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
+        if path.is_file() and path.name not in RECORDS and not path.name.startswith("."):
+            status = path.stat()
+            digest.update(f"{path.name} {_file_sha256(path, status.st_size, status.st_mtime_ns)} ".encode())
     commit = {"commit": folder.name} if folder.parent.name == "snapshots" else {}  # of the hub
     return {"path": name, "sha256": digest.hexdigest()} | commit
+
+
+@functools.cache
+def _file_sha256(path: Path, size: int, mtime_ns: int) -> str:
+    """Of a file in this state: a program asks for the same model several times, and 14 GB take 15 s."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_for_training(
