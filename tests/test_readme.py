@@ -1,13 +1,16 @@
 """Every page is true: its commands and their flags, its links, and its Python code."""
 
+import ast
 import contextlib
 import functools
 import io
 import json
+import os
 import re
 import runpy
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, words_of, write_place
@@ -181,6 +184,24 @@ def test_every_link_leads_somewhere(name):
             headings = re.findall(r"^#+ (.*)$", prose(place.read_text(encoding="utf-8")), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in anchors, f"{path}#{anchor}"
+
+
+def table_of_files() -> str:
+    """A line for each file of code, with the first line of its docstring, as tools/README.md has them."""
+    lines, folder = [], ROOT
+    for pattern in ("*.py", "tools/*.py", "tools/*/*.py", "tools/*/*/*.py"):
+        for path in sorted(path for path in ROOT.glob(pattern) if path.name != "__init__.py"):
+            if path.parent != folder:
+                folder = path.parent
+                lines.append(f"| **{folder.relative_to(ROOT).as_posix()}/** | |\n")
+            link = Path(os.path.relpath(path, ROOT / "tools")).as_posix()
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            lines.append(f"| [{path.name}]({link}) | {docstring.splitlines()[0]} |\n")
+    return "".join(lines)
+
+
+def test_the_table_of_files_has_the_first_line_of_each_docstring():
+    assert table_of_files() in TEXTS["tools/README.md"], "paste this table:\n" + table_of_files()
 
 
 def own_game(language: str) -> str:
