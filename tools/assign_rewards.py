@@ -22,7 +22,7 @@ from tools.common.programs import run_program
 from tools.common.records import files_setting, rows_setting, rows_stage
 from tools.games.flags import GameFlags
 from tools.games.game import Game
-from tools.games.prompts import Templates
+from tools.games.prompts import Templates, check_special_texts
 from tools.selfplay import rewards, rows
 from tools.selfplay.episodes import run_of
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
@@ -180,6 +180,8 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
     but they were played by other models than the reference (`training_step` there), with which the importance ratio
     compares.
     """
+    if chat:
+        check_special_texts(game, templates, special_texts(chat.tokenizer))
     episodes, results = read_games(flags, game, chat)
     outcomes = Counter(result.outcome for result in results)
     games = {"episodes": len(results)}

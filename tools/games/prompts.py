@@ -9,7 +9,7 @@ thoughts, Turn and `play_prompt` must get the replies of the game too.
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -194,6 +194,22 @@ def load_templates(path: str | Path, game: Game) -> Templates:
         if ended is None or not game.rewards(game.example_task, history, ended).get(role):
             raise UserError(f"{path}: to the judge, 'answer' ({message}) is no right guess")
     return templates
+
+
+def check_special_texts(game: Game, templates: Templates, special: Collection[str]) -> None:
+    """Raise UserError if the prompts, or the message that names the secret, hold a special text of a tokenizer.
+
+    Messages lose such texts, so with "!" as PAD (token 0 of Llama 3, Qwen and GPT-2) no guess would be right.
+    """
+    texts = [*templates[RULES], *(templates[f"{role}_instruction"] for role in game.roles)]
+    if game.answer(game.example_task):
+        texts.append(answer(game, game.example_task, templates)[1])
+    for token in sorted(set(special) - ALL_THOUGHT_TAGS):
+        if any(token in text for text in texts):
+            raise UserError(
+                f"the tokenizer's special token {token!r} is a word of the game, and messages lose special tokens; "
+                f"if it is the pad token, give the tokenizer one of its own in tokenizer_config.json"
+            )
 
 
 @functools.cache

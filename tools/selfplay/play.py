@@ -94,14 +94,15 @@ async def play_games(
     Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
     cannot go on because a reply is unavailable is left out, with a warning that names its task and the reason;
     `finish` in tools/selfplay/episodes.py then ends the program with status 3. Any other exception of a player ends
-    all games. UserError for a task that holds the text of a special token of the players: messages lose such texts, so
-    nobody could say it.
+    all games. UserError for a task, or prompts, that hold the text of a special token of the players: messages lose
+    such texts, so nobody could say it.
 
     For a limit of time, let `keep_playing` return before it takes another task. The missing games end the program with
     status 3 too. To the loop that is a failed stage (`run` in tools/run_spag.py), and its next start plays them.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
+    prompts.check_special_texts(game, templates or prompts.default_templates(game), special)
     for _, task in tasks:
         if without(special, task) != task:
             raise UserError(f"the word {task!r} holds a special token of the players; take it out of the word list")
