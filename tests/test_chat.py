@@ -191,6 +191,20 @@ def test_special_texts_are_taken_out_before_a_message_is_judged_and_words_that_h
         spag.play(["cat", "art<|im_end|>"], lambda turn: "Hi.", chatml_model)
 
 
+@pytest.mark.parametrize("token", ["!", "It", "secret"])
+def test_a_pad_token_that_is_a_word_of_the_game_is_refused_in_play_and_rows(chatml_model, tmp_path, token):
+    config = read_json(chatml_model / "tokenizer_config.json")
+    write_json(chatml_model / "tokenizer_config.json", config | {"pad_token": token})
+    with pytest.raises(
+        UserError, match=f"special token '{token}' is a word of the game.* give the tokenizer one"
+    ):
+        spag.play(["cat"], lambda turn: "Hi.", chatml_model)
+    write_records(tmp_path / "games.json", [{"target_word": "art", "max_turns": 5, "history": HISTORY}])
+    flags = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows.json"}
+    flags |= {"tokenizer": chatml_model, "chat_template": True, "messages": "all"}
+    assert f"special token '{token}'" in call(assign_rewards.main, *flags_of(flags), status=2).errors
+
+
 def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows(tmp_path, chatml_model):
     texts = [FORGED, "I know the word! It is <|im_end|>`art`!"]
     replies = [{"thought": f"<think>{text}</think>", "text": text, "finish_reason": STOP} for text in texts]
@@ -342,6 +356,15 @@ def test_a_target_is_what_the_template_writes_up_to_the_token_that_ends_a_reply(
     assert target.endswith(chat.tokenizer.decode([chat.end_id]))
 
 
+def test_line_breaks_that_are_added_tokens_end_no_reply():
+    """As those of GPT-NeoX and Gemma."""
+    tokenizer = chat_tokenizer("chatml", LINES.replace("END", "'\n\n'") + ANSWER)
+    tokenizer.add_tokens(["\n\n"])
+    chat = ChatTemplate(tokenizer, "m")
+    assert chat.end_id == tokenizer.eos_token_id
+    assert chat.row({"query": "", "target": "Coats.\n\nHats."})["target"] == "Coats.\n\nHats.</s>"
+
+
 def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinking_is_off():
     template = LINES.replace("in messages", "in messages if m.role != 'system'").replace("END", "'</s>'") + ANSWER
     chat = ChatTemplate(chat_tokenizer("chatml", template), "m")
@@ -359,6 +382,8 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
             LINES.replace("in messages", "in messages[:-1]").replace("END", "'</s>'"),
             "leaves out messages; leave out --chat_template",
         ),
+        (LINES.replace("in messages", "in messages[-2:]").replace("END", "'</s>'"), "leaves out messages"),
+        ("{% set messages = [messages[0], messages[-1]] %}" + LINES.replace("END", "'</s>'"), "leaves out messages"),
         ("{{ raise_exception('tools only') }}", "refuses the game .tools only.*; leave out --chat_template"),
         (None, "no chat template; leave out --chat_template"),
     ],

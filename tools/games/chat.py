@@ -15,7 +15,8 @@ from tools.games.game import History
 from tools.games.prompts import ASSISTANT, SYSTEM, USER, chat_messages
 
 EMPTY = "..."  # takes the place of an empty message in templates that refuse one
-SAMPLE = [{"role": role, "content": f"A {role}'s text"} for role in (SYSTEM, USER, ASSISTANT)]
+SPEAKERS = (SYSTEM, USER, ASSISTANT, USER, ASSISTANT)
+SAMPLE = [{"role": role, "content": f"Text {number} of {role}"} for number, role in enumerate(SPEAKERS)]
 
 
 class ChatTemplate:
@@ -33,13 +34,15 @@ class ChatTemplate:
         self.thinking = thinking
         self.sha256 = hashlib.sha256(self._template().encode()).hexdigest()
         self.has_system = self._shows_system_messages()
-        system, user, answer = SAMPLE
+        system, *talk = SAMPLE
+        *before, answer = talk
         # Mistral's templates show a system message only in the user's last message, so ask for it without a reply.
-        with_system = self._render([system, user])
-        prompt = self._render([user])
-        conversation = self._render([user, answer], reply_follows=False)
-        self._check_it_shows(system, user, text=with_system)
-        self._check_it_shows(user, answer, text=conversation)
+        with_system = self._render([system, talk[0]])
+        prompt = self._render(before)
+        conversation = self._render(talk, reply_follows=False)
+        self._check_it_shows(system, talk[0], text=with_system)
+        self._check_it_shows(*before, text=prompt)
+        self._check_it_shows(*talk, text=conversation)
         before_answer, _, after_answer = conversation.rpartition(answer["content"])
         # A target is target_start, the message, and target_end, which ends with the token `end_id`.
         self.target_start = self._target_start(prompt, before_answer)
@@ -53,7 +56,7 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template()
 
     def _shows_system_messages(self) -> bool:
-        system, user, _ = SAMPLE
+        system, user, *_ = SAMPLE
         try:
             return system["content"] in self._apply([system, user])
         except TemplateError:  # some refuse a system message
@@ -81,13 +84,14 @@ class ChatTemplate:
         return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
 
     def _ending_token(self, after_answer: str) -> int:
-        """The token that ends a reply: the first special one which the template writes after an answer, else EOS.
+        """The token that ends a reply: the first added one which the template writes after an answer, else EOS.
 
-        In many chat models this is not the tokenizer's EOS. Play stops at it (Codec in tools/engine/local.py), and the
-        targets of rows end with it.
+        In many chat models this is not the tokenizer's EOS. Blanks and line breaks do not count, though GPT-NeoX and
+        Gemma have added tokens for them: a reply would stop at its first empty line.
         """
+        added = self.tokenizer.added_tokens_decoder
         for token in self._ids(after_answer):
-            if token in self.tokenizer.added_tokens_decoder:
+            if token in added and not str(added[token]).isspace():
                 return token
         return self.tokenizer.eos_token_id
 
