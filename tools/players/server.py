@@ -4,8 +4,8 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tools.common.errors import UserError, printable, require, user_errors
@@ -29,11 +29,8 @@ SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 OPENAI_FIELDS = ("temperature", "top_p")  # that all servers take; vLLM and SGLang take those of Sampling.drawing too
-# Names of the limit of a reply. In a chat, servers know one of them or both.
-LIMIT = "max_tokens"
-CHAT_LIMIT = "max_completion_tokens"
-CUTS = {"length", "max_tokens", "max_output_tokens", "max_length", "model_length"}  # why a reply has no end
-REFUSALS = {"content_filter", "safety", "refusal", "recitation", "tool_calls", "function_call", "error", "abort"}
+LIMIT = "max_tokens"  # of a reply
+CHAT_LIMIT = "max_completion_tokens"  # the same where OpenAI's reasoning models chat
 # Status: the key or the account; the model or the address; the request, or what it says (moderation). OK is that of an
 # answer that is no reply, such as a login page.
 OK = 200
@@ -84,12 +81,7 @@ def api_key() -> str:
 
 
 def connect(flags: ServerFlags):
-    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used.
-
-    All players behind servers share one URL and one key. For a server of each player, the URL must stand in the
-    player's name: `make_players` (tools/players/make.py) gives ServerPlayer what follows `openai:`. There
-    `player_setting` must leave the URL out again, because a server may move between two starts of a run.
-    """
+    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used."""
     require("openai", "openai>=3.54,<4")
     import openai
 
@@ -115,6 +107,13 @@ def connect(flags: ServerFlags):
     )
 
 
+class Form(NamedTuple):
+    """A form of requests."""
+
+    limit: str  # the name of the limit of a reply
+    all_fields: bool  # also those that not all servers know
+
+
 class ServerPlayer(Player):
     """Plays with a model behind a server, in one event loop. Without `thinking`, thoughts in a chat are dropped.
 
@@ -129,8 +128,9 @@ class ServerPlayer(Player):
         self.seed = seed
         self.client = connect(flags)
         self.chat = flags.openai_api == "chat"
-        limits = [LIMIT, CHAT_LIMIT] if self.chat else [LIMIT]
-        self.forms = [(limit, all_fields) for all_fields in (True, False) for limit in limits]
+        self.forms = [Form(LIMIT, all_fields=True), Form(LIMIT, all_fields=False)]
+        if self.chat:
+            self.forms.append(Form(CHAT_LIMIT, all_fields=False))
         self.answered = False  # whether there was a reply
         self.refused = 0  # answers that were no replies, before the first reply
         self.timer: asyncio.TimerHandle | None = None
@@ -153,95 +153,88 @@ class ServerPlayer(Player):
         import openai
 
         self.timer = self.timer or asyncio.get_running_loop().call_later(PATIENCE, self._warn_of_silence)
-        path = "/chat/completions" if self.chat else "/completions"
         forms = self.forms
         for form in forms:
             try:
-                body = await self.client.post(path, cast_to=bytes, body=self._request(turn, *form))
+                answer = await self._create(turn, form)
                 break
-            except openai.APIError as error:
-                status = None  # no answer came
-                said = f"{error} {error.__cause__ or ''}"
-                if isinstance(error, openai.APIStatusError):
-                    status = error.status_code
-                    said = f"status {status}: {error.response.text}"
+            except openai.APIStatusError as error:
+                status = error.status_code
                 if form == forms[-1] or status not in REFUSED:
-                    raise self._failure(status, said) from None
+                    raise self._failure(status, f"status {status}: {error.response.text}") from None
+            except openai.APIError as error:  # no answer came
+                raise self._failure(None, f"{error} {error.__cause__ or ''}") from None
+            except json.JSONDecodeError as error:
+                raise self._failure(OK, f"no reply ({error}): {error.doc}") from None
         try:
-            reply = self._read(body)
+            reply = self._read(answer)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._failure(OK, f"no reply ({error!r}): {body.decode(errors='replace')}") from None
+            raise self._failure(OK, f"no reply ({error!r}): {answer}") from None
         if not self.answered:
             self.answered = True
             self.forms = [form]
-            left_out = self._request(turn, form[0], True).keys() - self._request(turn, *form).keys()
-            if left_out:
+            if left_out := self._fields(turn, forms[0]).keys() - self._fields(turn, form).keys() - {LIMIT}:
                 fields = ", ".join(sorted(left_out))
                 warn_on_rank_0("%s: its server takes requests only without %s", self.model, fields)
         return reply
 
-    def _request(self, turn: Turn, limit: str, all_fields: bool) -> dict:
-        """The JSON of a request. A chat gets the prompt of local play as one user message.
-
-        So both endpoints get the same prompt, and --chat_template has no effect here. To send each turn as a message
-        of its own, take `chat_messages` (tools/games/chat.py). That makes other games, so `player_setting`
-        (tools/players/make.py) must return it. `differences_from_play` (tools/assign_rewards.py) must know it too.
-
-        One more field, such as `reasoning_effort`, is a flag of ServerFlags and goes into `fields`. `player_setting`
-        must return it, but only where it is set: otherwise runs that were recorded without it cannot go on.
-
-        If a server refuses the request, `reply` tries other forms, without `all_fields` or with another `limit`. After
-        the first reply it keeps the form, and warns of the fields that are left out, such as the seed.
-        """
-        sampling = self.flags
+    async def _create(self, turn: Turn, form: Form):
+        """The answer to a prompt. A chat gets the prompt of local play as one user message."""
         prompt = whole_characters(turn.prompt())
+        request = {"model": self.model, "extra_body": self._fields(turn, form)}
+        if self.chat:
+            messages = [{"role": "user", "content": prompt}]
+            return await self.client.chat.completions.create(messages=messages, **request)
+        return await self.client.completions.create(prompt=prompt, **request)
+
+    def _fields(self, turn: Turn, form: Form) -> dict:
+        sampling = self.flags
         fields: dict[str, object] = {"temperature": 0}
         if sampling.do_sample:
             fields = {**sampling.drawing(with_neutral=False)}
             fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers take
         if sampling.min_new_tokens:
             fields["min_tokens"] = sampling.min_new_tokens
-        if not all_fields:
+        if not form.all_fields:
             fields = {name: value for name, value in fields.items() if name in OPENAI_FIELDS}
-        content = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return {"model": self.model, **content, **fields, limit: sampling.max_new_tokens}
+        return {**fields, form.limit: sampling.max_new_tokens}
 
-    def _read(self, body: bytes) -> Reply:
-        """The reply in an answer. ValueError, or the error of what is missing in it, if it is no reply.
+    def _read(self, answer) -> Reply:
+        """The reply in an answer of the client. An error of what is missing in it, if it is no reply.
 
         ReplyUnavailable for a reply that the server broke off.
         """
-        answer = json.loads(body)
-        choice = answer["choices"][0]
-        reason = str(choice.get("finish_reason") or STOP).lower()
-        if reason in REFUSALS:  # a verdict on this one reply; it does not count as a server that gives none
+        choice = answer.choices[0]
+        reason = str(choice.finish_reason or STOP).lower()
+        is_cut = reason.endswith(("length", "tokens"))  # model_length, max_tokens
+        if not is_cut and not reason.startswith((STOP, "eos", "end")):  # such as content_filter, tool_calls
+            # A verdict on this one reply: it does not count as a server that gives none.
             raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
-        message = choice["message"] if self.chat else {"content": choice["text"]}
-        is_cut = reason in CUTS
         finish_reason = LENGTH if is_cut else STOP
-        tokens = (answer.get("usage") or {}).get("completion_tokens")
+        tokens = getattr(answer.usage, "completion_tokens", None)
         tokens = tokens if isinstance(tokens, int) else None
-        written = whole_characters(self._written(message, is_cut))
-        if self.flags.thinking:
-            # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
-            reply = Reply.read(written, finish_reason, tokens, needs_tag=self.chat and not is_cut)
-        elif self.chat:
-            reply = replace(Reply.read(written, finish_reason, tokens, needs_tag=True), thought=None)
-        else:
-            reply = Reply(written, finish_reason, tokens)
+        thinking = self.flags.thinking
+        written = whole_characters(self._written(choice.message, is_cut) if self.chat else choice.text or "")
+        if not self.chat and not thinking:
+            return Reply(written, finish_reason, tokens)
+        # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
+        needs_tag = self.chat and not (thinking and is_cut)
+        reply = Reply.read(written, finish_reason, tokens, needs_tag=needs_tag)
+        if not thinking:
+            reply = replace(reply, thought=None)
         # In a chat, thoughts that are hidden or dropped may have taken all tokens, so an empty text is an error here.
         # At `completions` it is a reply, as it is for a local model.
         if self.chat and not join_thought(reply.thought or "", reply.text).strip():
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
         return reply
 
-    def _written(self, message: Mapping, is_cut: bool) -> str:
+    def _written(self, message, is_cut: bool) -> str:
         """What the model wrote. With `thinking`, reasoning that the server holds apart stands in tags before it."""
-        content = message["content"]
-        text = _join(content, "text")
+        text = _join(message.content, "text")
         if not self.flags.thinking:
             return text
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or _join(content, "thinking")
+        apart = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+        reasoning = apart or _join(message.content, "thinking")
         if not isinstance(reasoning, str):
             raise ValueError("its reasoning is no text")
         if not reasoning:
@@ -250,12 +243,9 @@ class ServerPlayer(Player):
         return join_thought(f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>", text)
 
     def _failure(self, status: int | None, said: str) -> Exception:
-        """The exception for what a server said, in one line without the key: UserError ends the run.
+        """The exception for what a server said, in one line without the key.
 
-        ReplyUnavailable gives up this game alone: `play_games` in tools/selfplay/play.py warns, does not store it and
-        goes on. Play then ends with status 3, and the same command plays the game again from its beginning. To play it
-        again in the same start, `play_games` must give it to `play_game` once more. `draw_seed`
-        (tools/players/player.py) must then mix in the number of the try, or the server gets the same seeds again.
+        UserError ends the run; ReplyUnavailable gives up this game alone.
         """
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
