@@ -5,14 +5,15 @@ older transformers, which keep their meaning: --evaluation_strategy and --warmup
 """
 
 import copy
+import math
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
-from dataclasses import dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, make_dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.hf_argparser import string_to_bool
@@ -24,7 +25,7 @@ from tools.common.flags import check_values, defaults, flag, flag_fields, is_com
 from tools.common.models import model_setting
 from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
-from trainers import REFERENCE_NAME, TRAIN_METHODS, Flag
+from trainers import REFERENCE_NAME, TRAIN_METHODS
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
@@ -59,14 +60,13 @@ COMPARED = {
 }
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
-ZERO_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muon")  # that DeepSpeed runs under ZeRO without UNTESTED
-UNTESTED = "zero_allow_untested_optimizer"
+ALL_STEPS = 1 - 1e-9  # as --warmup_steps, where 1 would be one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
-def _as_field(name: str, method_flag: Flag) -> tuple:
+def _as_field(name: str, method_flag: Field) -> tuple:
     """A method's flag as a field of a dataclass. None means: the method's default."""
-    return name, type(method_flag.default) | None, flag(method_flag.help, default=None, choices=method_flag.choices)
+    return name, type(method_flag.default) | None, field(default=None, metadata=method_flag.metadata)
 
 
 _FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
@@ -145,8 +145,8 @@ class SPAGArguments(MethodArguments):
         _check_precision(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
             self.ref_model_name_or_path = self.model_name_or_path
-        if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share
-            self.warmup_steps = self.warmup_steps or self.warmup_ratio
+        if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share, rounded up to steps
+            self.warmup_steps = self.warmup_steps or min(self.warmup_ratio, ALL_STEPS)
             self.warmup_ratio = None
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"] = self.hub_token
@@ -162,11 +162,15 @@ class SPAGArguments(MethodArguments):
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
         with user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
-            _check_deepspeed_numbers(self)
             for callback in get_reporting_integration_callbacks(self.report_to):
                 callback()  # looks for its package
             optimizer = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
             get_scheduler(self.lr_scheduler_type, optimizer, 0, 1, self.lr_scheduler_kwargs)
+
+    @property
+    def precision(self) -> str:
+        """In which the forward pass computes."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -175,8 +179,8 @@ class SPAGArguments(MethodArguments):
         Weights that train need fp32 somewhere: added to a bf16 weight, a step of 2e-6 is mostly lost in rounding.
         The model is also saved in this dtype: in fp32, twice as large, where all weights train without DeepSpeed.
         """
-        half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
-        return half if self.deepspeed or self.lora_rank else torch.float32
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        return dtypes[self.precision if self.deepspeed or self.lora_rank else "fp32"]
 
     @property
     def loading(self) -> dict:
@@ -247,7 +251,7 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
     """
     method_arguments = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {})
     _check_method(args, method_arguments)
-    _check_steps(args)
+    _check_numbers(args)
     _check_run(args)
     for name, default in method_arguments.items():
         if getattr(args, name) is None:
@@ -272,27 +276,27 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
         raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
-def _check_steps(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for flags that make no step, or steps of another number of rows than they say."""
+def _check_numbers(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for numbers that would train nothing, or something else than they say."""
     has_steps = args.max_steps > 0
     if args.max_steps < 0:  # then the epochs count
         has_steps = args.num_train_epochs > 0
     if not has_steps:
         raise UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
-    if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
-        remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
-        raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
+    if not 0 <= args.learning_rate < math.inf:
+        raise UserError(f"--learning_rate {args.learning_rate}: it must be a finite number, at least 0")
 
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for seeds out of range, flags that files or processes overrule, and missing packages."""
+    """Raise UserError for flags that files, processes or accelerate would overrule, and for missing packages."""
+    if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
+        remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
+        raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
+    if args.accelerator_config:  # dispatch_batches would cut tensors that have no row for each row of the batch
+        raise UserError("--accelerator_config would make other batches than the flags say; leave it out")
     # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
-    with user_errors(f"--seed {args.seed}", ValueError):
-        np.random.RandomState(args.seed)
-    with user_errors(f"--data_seed {args.data_seed}", ValueError):
-        torch.Generator().manual_seed(args.data_seed or 0)
     if args.deepspeed:
         _check_deepspeed_file(args)
     if args.train_sampling_strategy == "group_by_length" and world_size() > 1:
@@ -301,8 +305,9 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
             "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
             "batch_rebalance groups rows by length too"
         )
-    if args.eval_on_start and not args.eval_data_path:
-        raise UserError("--eval_on_start evaluates rows of --eval_data_path, which is missing")
+    if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
+        remedy = "name a model of the hub"
+        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
         if wanted:
@@ -311,9 +316,8 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
 
 def _check_precision(args: SPAGArguments) -> None:
     """Raise UserError if `accelerate launch` asks for a precision that the flags do not say."""
-    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
     asked = os.environ.get(PRECISION_VARIABLE, "no")
-    if asked not in ("no", precision):
+    if asked not in ("no", args.precision):
         remedy = f"give --{asked} True, or " if asked in ("bf16", "fp16") else ""
         raise UserError(
             f"{PRECISION_VARIABLE} is {asked}, which the flags do not say: {remedy}start without accelerate's "
@@ -336,16 +340,6 @@ def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         raise UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
-    optimizer = config.get("optimizer", {}).get("type", "AdamW")
-    if zero.get("stage") and optimizer.lower() not in ZERO_OPTIMIZERS and not config.get(UNTESTED):
-        raise UserError(f"{path}: ZeRO does not know the optimizer {optimizer}; {UNTESTED!r} true tries it")
-
-
-def _check_deepspeed_numbers(args: SPAGArguments) -> None:
-    """Raise UserError for numbers in the DeepSpeed file that differ from the flags, as transformers found them."""
-    if args.deepspeed and (different := args.hf_deepspeed_config.mismatches):
-        lines = "; ".join(line.strip(" -") for line in different)
-        raise UserError(f'{args.deepspeed}: {lines}; write "auto" there, which takes the flags\' values')
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:

@@ -1,13 +1,12 @@
 """Training rows: read from files or the hub, encoded as token ids in a `datasets.Dataset`, padded to batches.
 
-    files -> load_rows -> Dataset -> SPAGCollator -> batch
+files -> load_rows -> Dataset -> SPAGCollator -> batch
 """
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,8 @@ from tools.common.ranks import on_each_machine, warn_on_rank_0
 from tools.common.rowformats import read_row
 
 IGNORE_INDEX = -100  # label of a token that is not scored
+# The numbers of a row, 1.0 where a record has none. Batches hold them as float32 tensors NAMEs, of shape (batch,).
+NUMBERS = ("weight", "reward")
 ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
 logger = logging.getLogger(__name__)
 
@@ -38,67 +39,62 @@ class TextRow(NamedTuple):
 
     query: str
     target: str
-    weight: float
-    reward: float | None  # None: the record has no reward; it counts as 1.0
-    type: Any  # "sft" for SFT rows; rows of games may have any other type, or none
+    numbers: dict[str, float]  # those of NUMBERS that the record has
+    type: Any  # as the record has it; rows of games may have any type but "sft", or none
+    is_sft: bool  # by its type, or because it comes as `messages` or in Alpaca's form; all others are rows of games
     chat_template: bool
-
-    @property
-    def is_sft(self) -> bool:
-        """Whether this is an SFT row; every other row is one of a game."""
-        return self.type == "sft"
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
     """Read a raw record, as `read_row` does; a conversation becomes texts in the tokenizer's chat template.
 
-    The weight is 1.0 by default. Raises UserError for a record without texts, and for a NaN or an infinity.
+    Raises UserError for a record without texts, and for numbers that are NaN or infinite.
     """
     row = read_row(record)
     if "messages" in row:
-        row |= messages_to_row(row["messages"], tokenizer, row["tools"])
-    weight = row.get("weight", 1.0)
-    reward = row.get("reward")
-    with user_errors("weight or reward", TypeError, OverflowError):
-        if not math.isfinite(weight) or not (reward is None or math.isfinite(reward)):
-            raise UserError(f"weight {weight} and reward {reward} must be finite numbers")
-        if weight < 0:
-            raise UserError(f"weight {weight} is below 0; a row to avoid has a negative reward, under OfflinePO")
+        row |= messages_to_row(row["messages"], tokenizer)
+    chat_template = row.get("chat_template", False)
+    if not isinstance(chat_template, bool):
+        raise UserError(f"'chat_template' must be true or false, not {chat_template!r:.60}")
     return TextRow(
         query=row["query"],
         target=row["target"],
-        weight=float(weight),
-        reward=None if reward is None else float(reward),
-        type=row.get("type"),
-        chat_template=row.get("chat_template", False),
+        numbers=read_numbers(row),
+        type=record.get("type"),
+        is_sft=row.get("type") == "sft",
+        chat_template=chat_template,
     )
 
 
-def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> dict:
+def read_numbers(row: Mapping) -> dict[str, float]:
+    """The NUMBERS that a row has. UserError for one that is not finite, and for a weight below 0."""
+    numbers = {}
+    for name in row.keys() & set(NUMBERS):
+        with user_errors(f"{name!r}", TypeError, OverflowError):
+            if not math.isfinite(row[name]):
+                raise UserError(f"{name!r} must be a finite number, not {row[name]}")
+        numbers[name] = float(row[name])
+    if numbers.get("weight", 1.0) < 0:
+        raise UserError("'weight' is below 0; a row to avoid has a negative reward, under OfflinePO")
+    return numbers
+
+
+def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict:
     """Turn a conversation, as `read_row` gives it, into an SFT row: the last reply is the target.
 
-    A row has one target, so earlier replies belong to the query and are not learned. A reply with "weight": 0 is not
-    to be learned (OpenAI's format), so the one before it is the target. `tools` are what the conversation may call;
-    the chat template must show them.
+    A row has one target, so earlier replies belong to the query and are not learned.
     """
-    learned = [message["role"] == "assistant" and message.get("weight") != 0 for message in messages]
-    replies = [index for index, is_learned in enumerate(learned) if is_learned]
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
-        raise UserError("'messages' has no assistant message (of a weight that is not 0), which would be the target")
+        raise UserError("'messages' has no assistant message, which would be the target")
     before = messages[: replies[-1]]
-    reply = messages[replies[-1]]
     # With thinking, the template might open a thought in the query, which the reply would not continue.
-    render = partial(chat_text, tokenizer, tools=tools, enable_thinking=False)
-    refusal = "the tokenizer's chat template does not take these messages"
-    with user_errors(refusal, ValueError, TypeError, TemplateError):
+    render = partial(chat_text, tokenizer, enable_thinking=False)
+    with user_errors(
+        "the tokenizer's chat template does not take these messages", ValueError, TypeError, TemplateError
+    ):
         query = render(before, add_generation_prompt=True)
-        whole = render([*before, reply])
-        if tools and query == render(before, add_generation_prompt=True, tools=None):
-            raise UserError("the tokenizer's chat template leaves out the 'tools' of this row")
-    if reply.get("tool_calls") and not reply["content"]:
-        with suppress(TemplateError):  # a template that refuses an empty reply has not left out the calls
-            if whole == render([*before, {"role": "assistant", "content": ""}]):
-                raise UserError("the reply is nothing but tool calls, which the tokenizer's chat template leaves out")
+        whole = render(messages[: replies[-1] + 1])
     if not whole.startswith(query):
         raise UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}
@@ -112,13 +108,13 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     (`encode_pairs`). As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even
     if PAD is the same token. A tokenizer without BOS adds none.
 
-    Returns input_ids and labels (lists of one length), weight, reward (1.0 if the row has none) and is_sft. Raises
+    Returns input_ids and labels (lists of one length), the NUMBERS and is_sft. Raises
     UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
     token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
-    numbers = {name: row[name] for name in ("weight", "reward", "is_sft")}
-    return {name: row[name].tolist() for name in ("input_ids", "labels")} | numbers
+    lists = {name: row[name].tolist() for name in ("input_ids", "labels")}
+    return lists | {name: row[name] for name in (*NUMBERS, "is_sft")}
 
 
 def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
@@ -147,8 +143,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict
             )
         ids = np.array((query + target)[cut], dtype=np.int32)
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
-        reward = 1.0 if row.reward is None else row.reward
-        numbers = {"weight": row.weight, "reward": reward, "is_sft": row.is_sft}
+        numbers = dict.fromkeys(NUMBERS, 1.0) | row.numbers | {"is_sft": row.is_sft}
         lengths = {"length": len(ids), "is_cut": len(query) + len(target) > limit}
         encoded.append({"input_ids": ids, "labels": labels, "is_apart": is_apart} | numbers | lengths)
     return encoded
@@ -160,9 +155,8 @@ COLUMNS = Features(
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "length": Value("int32"),  # tokens, as the Trainer's sampling strategies by length read it
-        "weight": Value("float64"),
-        "reward": Value("float64"),
         "is_sft": Value("bool"),
+        **dict.fromkeys(NUMBERS, Value("float64")),
     }
 )
 
@@ -266,14 +260,27 @@ def column(rows: Dataset, name: str) -> np.ndarray:
     return rows.select_columns(name).with_format("numpy")[:][name]
 
 
+def numbers_by_row(rows: Dataset, *, by_token: bool) -> np.ndarray:
+    """How many numbers a table has for each row: the number of its scored tokens, or 1. Of shape (rows,)."""
+    if not by_token:
+        return np.ones(len(rows), dtype=int)
+    labels = rows.select_columns("labels").with_format("numpy")
+    return np.array([(row["labels"][1:] != IGNORE_INDEX).sum() for row in labels])
+
+
+def split_by_row(values: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """The numbers of each row: (numbers of all rows,), (rows,) -> a view for each row."""
+    return np.split(values, np.cumsum(sizes)[:-1])
+
+
 class SPAGCollator:
     """Pad encoded rows to the longest of them, on the tokenizer's padding side, with PAD, EOS or token 0.
 
     It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
 
-    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); weights, rewards and
-    sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one, index of shape
-    (batch,).
+    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); the NUMBERS as weights and
+    rewards, and sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one,
+    index of shape (batch,). `tables`: further tensors by name, whose numbers are looked up by the row's index.
 
     Rows are not packed: each line of the batch is one row.
     """
@@ -282,6 +289,7 @@ class SPAGCollator:
         tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad_token_id = next(token for token in tokens if token is not None and token < vocab_size)
         self.pad_left = tokenizer.padding_side == "left"
+        self.tables: dict[str, dict[int, np.ndarray]] = {}
 
     def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
         def numbers(name: str) -> Tensor:
@@ -295,12 +303,13 @@ class SPAGCollator:
             # On the CPU, since on a GPU nonzero() would wait for its result.
             "scored_positions": scored_positions(labels),
             "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
-            "weights": numbers("weight"),
-            "rewards": numbers("reward"),
             "sft_mask": numbers("is_sft"),
         }
+        batch |= {f"{name}s": numbers(name) for name in NUMBERS}
         if all("index" in example for example in examples):
             batch["index"] = torch.tensor([example["index"] for example in examples])
+        for name, table in self.tables.items():
+            batch[name] = torch.from_numpy(np.concatenate([table[example["index"]] for example in examples]))
         return batch
 
     def _pad(self, sequences: list[list[int]], value: int) -> Tensor:

@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from huggingface_hub import ModelCard
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
 from dataloaders import SPAGCollator, TextRow, column, load_rows
-from tools.common.checkpoints import last_checkpoint
+from tools.common.checkpoints import check_none, last_checkpoint
 from tools.common.errors import UserError, user_errors
 from tools.common.models import (
     freeze_all_but_text,
@@ -38,20 +37,10 @@ from tools.common.models import (
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
 from tools.common.records import stage
-from trainers import (
-    REFERENCE_FILE,
-    TRAIN_METHODS,
-    SPAGTrainer,
-)
+from trainers import REFERENCE, TRAIN_METHODS, SPAGTrainer
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
-# Linear layers that cannot be adapted, by the model's type: Mamba's code reads past adapters, so peft refuses them.
-# These routers return more than a tensor.
-NEVER_ADAPTED = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), ["out_proj", "conv1d"]),
-    **dict.fromkeys(("llama4", "llama4_text", "phimoe"), ["router"]),
-}
 SCRATCH = "_rows"  # in OUTPUT_DIR: the encoded rows of this start. The Trainer uploads nothing that begins with "_"
 RESULT_FILES = ["train_results.json", "*.safetensors", "checkpoint-*"]
 
@@ -75,13 +64,20 @@ def train() -> None:
         Path(args.output_dir, "settings.json"), args.run_settings, results=RESULT_FILES, defaults=args.defaults
     ) as work:
         if work.todo:
-            args.resume_from_checkpoint = on_rank_0(lambda: last_checkpoint(args))
+            args.resume_from_checkpoint = on_rank_0(lambda: begin_at(args))
             with scratch(args):
                 trainer = set_up(args)
                 run(trainer)
             work.notes |= {"rows": len(trainer.train_dataset), "arguments": args.to_dict()}
     if trainer and trainer.is_world_process_zero():
         print(summary(trainer))
+
+
+def begin_at(args: SPAGArguments) -> str | None:
+    """The checkpoint that this start continues. With --resume_from_checkpoint False there must be none."""
+    if str(args.resume_from_checkpoint).lower() == "false":
+        check_none(args.output_dir)
+    return last_checkpoint(args.output_dir, deepspeed=bool(args.deepspeed))
 
 
 @contextmanager
@@ -104,12 +100,13 @@ def run(trainer: SPAGTrainer) -> None:
     The model of the last step is saved, or with --load_best_model_at_end the best checkpoint.
 
     --push_to_hub uploads OUTPUT_DIR at `save_model`, and by default at each checkpoint, without the folders
-    checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and REFERENCE_FILE
-    are uploaded too. What is written after `save_model`, such as the folder merged, is not.
+    checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and the stored
+    reference's numbers are uploaded too. What is written after `save_model`, such as the folder merged, is not.
     """
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
+    trainer.check_weights()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
     on_rank_0(lambda: make_saved_weights_readable(args.output_dir))
@@ -120,7 +117,7 @@ def run(trainer: SPAGTrainer) -> None:
     if args.lora_merge:
         on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
     if trainer.is_world_process_zero():
-        Path(args.output_dir, REFERENCE_FILE).unlink(missing_ok=True)
+        Path(args.output_dir, f"{REFERENCE}.npy").unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     # The last file, and the first of RESULT_FILES: `stage` takes no training for finished that lacks it. What
     # else a training shall leave is written above.
@@ -161,8 +158,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
         saved_tokenizer.pad_token = None  # the Trainer copies it to the model's configuration, which could not be read
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    logger.info("training on %s in %s, weights in %s", args.device, precision, model.dtype)
+    logger.info("training on %s in %s, weights in %s", args.device, args.precision, model.dtype)
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,
         args=args,
@@ -179,9 +175,9 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     types: set[str] = set()
 
     def check(row: TextRow) -> None:
-        if method.learns_from_games and not row.is_sft:
-            check_game_row(row)
-            if row.type is not None:
+        if method.learns_from_games:
+            check_kind(row)
+            if not row.is_sft and row.type is not None:
                 types.add(str(row.type))
 
     file = scratch_folder(args) / f"rows_from_{first_index}.arrow"
@@ -202,11 +198,18 @@ def scratch_folder(args: SPAGArguments) -> Path:
     return Path(args.output_dir, SCRATCH, f"{socket.gethostname()}_{number}")
 
 
-def check_game_row(row: TextRow) -> None:
-    """Raise UserError for a row that OfflinePO would train as one of a won game, though nothing says that it is."""
-    if str(row.type).strip().lower() == "sft":
+def check_kind(row: TextRow) -> None:
+    """Raise UserError for a row of which OfflinePO would not do what the row says.
+
+    That is one without a reward, which it would take for a won game, and one whose reward would count for nothing.
+    """
+    has_reward = "reward" in row.numbers
+    if row.is_sft and row.type != "sft" and has_reward:
+        remedy = "give 'query' and 'target' instead, or leave the reward out"
+        raise UserError(f"'reward' beside 'messages' or Alpaca's fields, which are SFT rows; {remedy}")
+    if not row.is_sft and str(row.type).strip().lower() == "sft":
         raise UserError(f'\'type\' is {row.type!r}; an SFT row has "type": "sft"')
-    if row.reward is None:
+    if not row.is_sft and not has_reward:
         raise UserError('no \'reward\'; under OfflinePO a row has the reward of a game, or "type": "sft"')
 
 
@@ -277,28 +280,32 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = args.lora_target_modules
-    layers = [name for name, _ in model.named_modules()]
-    missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in layers)]
-    if targets != ALL_LINEAR and missing:  # peft would go on with those that are there
-        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
-    left_out = NEVER_ADAPTED.get(model.config.model_type) if targets == ALL_LINEAR else None
+    targets = "all-linear" if args.lora_target_modules == ALL_LINEAR else args.lora_target_modules
+    check_targets(model, targets)
     with user_errors("--lora flags", ValueError, TypeError):
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=args.lora_rank,
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
-            target_modules="all-linear" if targets == ALL_LINEAR else targets,
-            exclude_modules=left_out,
+            target_modules=targets,
         )
         adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    adapted.peft_config["default"].base_model_name_or_path = args.model_name_or_path  # not the hub's cache
     has_autocast = (args.bf16 or args.fp16) and not args.deepspeed
     if has_autocast:
         keep_adapter_inputs(adapted)
     check_tied_weights(adapted)
     freeze_all_but_text(adapted)
     return adapted
+
+
+def check_targets(model: PreTrainedModel, targets: str | list[str]) -> None:
+    """Raise UserError for names that no layer has: peft would go on with those that are there."""
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    missing = [each for each in targets if not any(name.endswith(f".{each}") for name in layers)]
+    if isinstance(targets, list) and missing:
+        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
 
 
 def keep_adapter_inputs(adapted) -> None:
@@ -338,10 +345,7 @@ def merge_lora(trainer: SPAGTrainer) -> None:
     adapted = PeftModel.from_pretrained(load_for_training(args.model_name_or_path, **args.loading), args.output_dir)
     adapted.merge_and_unload().save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
-    card = ModelCard.load(Path(args.output_dir, "README.md"))
-    card.data.library_name = "transformers"
-    card.data.tags = ["spag", args.train_method]
-    card.save(folder / "README.md")
+    trainer.write_card(folder, merged=True)
     make_weights_readable(folder)
 
 

@@ -6,97 +6,41 @@ one clip range serves short and long targets.
 """
 
 import contextlib
+import dataclasses
 import gc
-import logging
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from datasets import Dataset
-from huggingface_hub import ModelCard
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from dataloaders import IGNORE_INDEX, column, scored_positions
+from dataloaders import IGNORE_INDEX, column, numbers_by_row, scored_positions, split_by_row
+from tools.common.card import write_card
 from tools.common.checkpoints import COMPLETE, delete_checkpoint, old_checkpoints
 from tools.common.errors import UserError, user_errors
-from tools.common.files import read_json, replacing, write_json
-from tools.common.models import load_for_training, make_weights_readable, public_name
+from tools.common.files import replacing
+from tools.common.flags import flag
+from tools.common.models import load_for_training, make_weights_readable
 from tools.common.ranks import on_rank_0, rank
-from tools.common.records import rows_record
 
-if TYPE_CHECKING:  # arguments.py imports this module: its flags are those of the methods
-    from arguments import SPAGArguments
-
-ABOUT = """A language model trained by self-play of an adversarial language game, or for it, with an implementation of
-SPAG ([Cheng et al., 2024](https://arxiv.org/abs/2404.10642)) that is independent of its authors.
-"""
-CITATION = """
-```bibtex
-@inproceedings{cheng2024spag,
-  title = {Self-playing Adversarial Language Game Enhances {LLM} Reasoning},
-  author = {Cheng, Pengyu and Hu, Tianhao and Xu, Han and Zhang, Zhisong and Dai, Yong and Han, Lei and Du, Nan},
-  booktitle = {Advances in Neural Information Processing Systems}, year = {2024}, note = {arXiv:2404.10642}
-}
-```
-"""
 REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that read the reference
-REFERENCE_FILE = "ref_logprobs.npy"  # of a run that is not finished: log-probabilities of its rows
-logger = logging.getLogger(__name__)
+REFERENCE = "ref_logprobs"  # the log-probabilities of the rows under it
 
-
-# Kinds of metrics. Each holds two numbers of a micro-batch. `over` takes these numbers of all micro-batches on all
-# ranks, (micro-batches, 2). It returns the number that is logged, or None if there were no rows.
-
-
-class Mean(NamedTuple):
-    """A metric that is logged as the mean over all rows."""
-
-    total: Tensor
-    rows: Tensor
-
-    @staticmethod
-    def over(numbers: Tensor, seconds: float) -> float | None:
-        total, rows = numbers.sum(0).tolist()
-        return total / rows if rows else None
-
-
-class Largest(NamedTuple):
-    """A metric of which the largest value is logged."""
-
-    value: Tensor
-    rows: Tensor
-
-    @staticmethod
-    def over(numbers: Tensor, seconds: float) -> float | None:
-        values, rows = numbers.unbind(1)
-        return values.max().item() if rows.any() else None
-
-
-class Rate(NamedTuple):
-    """A metric that is logged as its sum a second."""
-
-    total: Tensor
-    rows: Tensor
-
-    @staticmethod
-    def over(numbers: Tensor, seconds: float) -> float | None:
-        totals, _ = numbers.unbind(1)
-        return totals.sum().item() / seconds
-
-
-# A loss returns (loss, metrics), with the same names in every micro-batch. A plain tensor (a term of the loss) counts
-# once for each micro-batch.
-Metrics = dict[str, Tensor | Mean | Largest]
+# What a loss returns beside itself, with the same names in every micro-batch. A pair (sum, count) is added up over
+# micro-batches and ranks, and logged as sum / count. A part of the loss is a plain tensor, which counts once for each
+# micro-batch. Of names that end in _max, pairs too, the largest value is logged. A count of 0 is not logged.
+Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 
 def token_logprob(logits: Tensor, targets: Tensor) -> Tensor:
@@ -119,53 +63,6 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     logprobs = token_logprob(predicting[scored], targets[scored])
     by_position = logprobs.new_zeros(scored.shape).masked_scatter(scored, logprobs)
     return by_position.sum(1) / scored.sum(1)
-
-
-def label_logits(
-    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
-) -> Tensor:
-    """Logits of a forward pass, made only where they predict a scored label: (scored tokens, vocabulary).
-
-    Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
-    `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
-    means that padding is on the right, where causal attention needs no mask.
-
-    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router.
-    """
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-    if pads_left:  # position 0 is the first real token, as with padding on the right
-        mask = batch["attention_mask"]
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        inputs |= {"attention_mask": mask, "position_ids": positions}
-    predicting_positions = _scored_positions(batch)  # those that predict a scored label
-
-    def select(layer, args):
-        hidden, *rest = args  # (batch, T, hidden)
-        predicting = hidden.flatten(0, 1).index_select(0, predicting_positions)
-        return (predicting.unsqueeze(0), *rest)  # (1, scored tokens, hidden)
-
-    with module.get_output_embeddings().register_forward_pre_hook(select):
-        return model(**inputs).logits[0]
-
-
-def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
-    labels = batch["labels"]
-    by_position = values.new_zeros(labels.numel()).scatter(0, _scored_positions(batch), values)
-    return by_position.view(labels.shape).sum(1) / num_scored(batch)
-
-
-def label_logprob(
-    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
-) -> Tensor:
-    """`sequence_logprob` of a forward pass, with the arguments of `label_logits`: (batch,)."""
-    logits = label_logits(model, module, batch, pads_left=pads_left)
-    targets = batch["labels"].flatten()[_scored_positions(batch) + 1]
-    return row_means(token_logprob(logits, targets), batch)
-
-
-def _scored_positions(batch: dict[str, Tensor]) -> Tensor:
-    return batch["scored_positions"] if "scored_positions" in batch else scored_positions(batch["labels"])
 
 
 def sft_loss(logprob: Tensor, num_tokens: Tensor, total_tokens: Tensor | float) -> Tensor:
@@ -253,9 +150,9 @@ def _divide(total: Tensor, count: Tensor | float) -> Tensor:
     return total / torch.where(count == 0, 1.0, count)  # asks no GPU for the count, which would wait for it
 
 
-def _over_rows(values: Tensor, mask: Tensor) -> Mean:
-    """The mean of the values where the mask is 1."""
-    return Mean((values * mask).sum().detach(), mask.sum())
+def _over_rows(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the values where the mask is 1, and how many these are."""
+    return (values * mask).sum().detach(), mask.sum()
 
 
 def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
@@ -264,7 +161,7 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
     return {
         "log_ratio": _over_rows(log_ratio, mask),
         "ratio": _over_rows(ratio, mask),
-        "ratio_max": Largest(largest, mask.sum()),
+        "ratio_max": (largest, mask.sum()),
     }
 
 
@@ -292,57 +189,78 @@ def num_scored(batch: dict[str, Tensor]) -> Tensor:
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1)
 
 
+def label_logits(
+    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
+) -> Tensor:
+    """Logits of a forward pass, made only where they predict a scored label: (scored tokens, vocabulary).
+
+    Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
+    `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
+    means that padding is on the right, where causal attention needs no mask.
+
+    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router.
+    """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    if pads_left:  # position 0 is the first real token, as with padding on the right
+        mask = batch["attention_mask"]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs |= {"attention_mask": mask, "position_ids": positions}
+    predicting_positions = _scored_positions(batch)  # those that predict a scored label
+
+    def select(layer, args):
+        hidden, *rest = args  # (batch, T, hidden)
+        predicting = hidden.flatten(0, 1).index_select(0, predicting_positions)
+        return (predicting.unsqueeze(0), *rest)  # (1, scored tokens, hidden)
+
+    with module.get_output_embeddings().register_forward_pre_hook(select):
+        return model(**inputs).logits[0]
+
+
+def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
+    labels = batch["labels"]
+    by_position = values.new_zeros(labels.numel()).scatter(0, _scored_positions(batch), values)
+    return by_position.view(labels.shape).sum(1) / num_scored(batch)
+
+
+def label_logprob(
+    model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
+) -> Tensor:
+    """`sequence_logprob` of a forward pass, with the arguments of `label_logits`: (batch,)."""
+    logits = label_logits(model, module, batch, pads_left=pads_left)
+    targets = batch["labels"].flatten()[_scored_positions(batch) + 1]
+    return row_means(token_logprob(logits, targets), batch)
+
+
+def _scored_positions(batch: dict[str, Tensor]) -> Tensor:
+    return batch["scored_positions"] if "scored_positions" in batch else scored_positions(batch["labels"])
+
+
 class MetricSums:
     """Metrics of all steps since the last log. They stay on the device: reading them would make a GPU wait."""
 
     def __init__(self):
-        self.start()
+        self.totals: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def start(self) -> None:
-        self.batches: list[Tensor] = []  # of each micro-batch its metrics, (names, 2)
-        self.since = time.perf_counter()
-
-    def add(self, metrics: Metrics, batch: dict[str, Tensor]) -> None:
-        tokens = batch["attention_mask"].sum().float()
-        one = torch.ones_like(tokens)
-        measured = {"tokens_per_second": Rate(tokens, one)}
+    def add(self, metrics: Metrics) -> None:
         for name, metric in metrics.items():
-            measured[name] = Mean(metric, one) if isinstance(metric, Tensor) else metric
-        self.kinds = {name: type(metric) for name, metric in measured.items()}
-        self.batches.append(torch.stack([torch.stack(metric) for metric in measured.values()]))
+            value, count = metric if isinstance(metric, tuple) else (metric, torch.ones_like(metric))
+            if name in self.totals:
+                total, number = self.totals[name]
+                value = torch.maximum(total, value) if name.endswith("_max") else total + value
+                count = number + count
+            self.totals[name] = value, count
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """The metrics over all ranks since the last call, except those without any rows. Every rank must call this.
-
-        The seconds of a Rate are all since the last call, those of evaluations and checkpoints included.
-        """
-        gathered = accelerator.gather(torch.stack(self.batches)).cpu()  # (micro-batches of all ranks, names, 2)
-        seconds = time.perf_counter() - self.since
-        self.start()
+        """The metrics over all ranks since the last call. Every rank must call this."""
+        pairs = torch.stack([torch.stack(pair) for pair in self.totals.values()])  # (names, 2)
+        by_rank = accelerator.gather(pairs.unsqueeze(0)).cpu()  # (ranks, names, 2)
         logs = {}
-        for (name, kind), numbers in zip(self.kinds.items(), gathered.unbind(1), strict=True):
-            logged = kind.over(numbers, seconds)
-            if logged is not None:
-                logs[name] = logged
+        for name, (values, counts) in zip(self.totals, by_rank.permute(1, 2, 0), strict=True):
+            if count := counts.sum().item():
+                logs[name] = values.max().item() if name.endswith("_max") else values.sum().item() / count
+        self.totals = {}
         return logs
-
-
-def games_of(paths: list[str]) -> list[str]:
-    """The games of which files of rows were made, and how many, as far as assign_rewards' records beside them tell."""
-    games = []
-    for record in map(rows_record, paths):
-        match read_json(record) if record.is_file() else None:
-            case {"games": {"episodes": int(number)}, "settings": {"game": {"name": str(game)}}}:
-                games.append(f"{number:,} of {game}")
-    return games
-
-
-class Flag(NamedTuple):
-    """A flag of train.py that only some methods use; the others refuse it. Its type is that of the default."""
-
-    default: bool | float | str
-    help: str
-    choices: list[str] | None = None
 
 
 class BeforeFirstStep(TrainerCallback):
@@ -379,8 +297,9 @@ class SPAGTrainer(Trainer):
     before its first step if both are the same checkpoint.
     """
 
-    flags: ClassVar[dict[str, Flag]] = {}
+    flags: ClassVar[dict[str, dataclasses.Field]] = {}
     reads_reference = False  # the loss gets `ref_logprobs`; there must be a reference model
+    scores_tokens = False  # `score` gives a number for each scored token, and not one for each row
     reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
     learns_from_games = False  # the loss gets rewards: there must be rows of games; SFT rows need no reference
 
@@ -388,21 +307,18 @@ class SPAGTrainer(Trainer):
     def defaults(cls) -> dict[str, Any]:
         """The flags that this method uses and others refuse, with their defaults."""
         defaults = {REFERENCE_NAME: None} if cls.reads_reference else {}
-        defaults |= {name: flag.default for name, flag in cls.flags.items()}
+        defaults |= {name: each.default for name, each in cls.flags.items()}
         if cls.learns_from_games:
             defaults["allow_no_game_rows"] = False
         return defaults
 
-    def __init__(self, *, args: "SPAGArguments", **kwargs):
+    def __init__(self, *, args: TrainingArguments, **kwargs):
         with user_errors("the Trainer", ValueError, ImportError):
             super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
-        # Of each row by its index, in nats per token; 0 until it is computed. A column that is added to the rows later
-        # would not reach the data loader, which exists when the first step begins.
-        most = max(column(rows, "index").max() for rows in (self.train_dataset, self.eval_dataset) if rows)
-        self.ref_logprobs = torch.zeros(int(most) + 1, device=args.device)
         self.metrics = MetricSums()
+        self.last_batch = time.perf_counter()
         # Micro-batches whose loss was NaN or infinite. `check_finite` reads it where a step is logged, a checkpoint
         # written or the training ended, and not at each micro-batch: reading makes a GPU wait.
         self.not_finite = torch.zeros((), device=args.device)
@@ -411,13 +327,16 @@ class SPAGTrainer(Trainer):
             self.add_callback(RebalancedEpochs())
 
     def before_first_step(self) -> None:
-        """Check what would be wrong only at the end, and compute the reference's numbers."""
+        """Check what would be wrong only at the end, and compute the reference's numbers.
+
+        The reference is frozen, so each number is computed once, and no second model takes memory in training.
+        """
         self.check_learning_rate()
         self.check_saving()
         if self.reads_reference:
-            self.prepare_reference()
+            self.add_table(REFERENCE, self.compute_reference, by_token=self.scores_tokens)
             gc.collect()  # frees the reference model
-        self.metrics.start()
+        self.last_batch = time.perf_counter()
 
     def check_learning_rate(self) -> None:
         """Raise UserError if the only step is one of warm-up, whose learning rate is 0: the model would not change."""
@@ -435,25 +354,31 @@ class SPAGTrainer(Trainer):
             if self.module.can_generate():
                 self.module.generation_config.save_pretrained(folder)
 
-    def score(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss reads of the policy, (batch,) each."""
-        return {"logprobs": label_logprob(model, self.module, batch, pads_left=self.data_collator.pad_left)}
+    def score(self, model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+        """What the loss compares of policy and reference: (batch,), or (scored tokens,) with `scores_tokens`."""
+        return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
 
     def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and those of `score`."""
+        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and `logprobs`."""
         raise NotImplementedError
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
-        batch = inputs | self.score(model, inputs)
-        if self.reads_reference:
-            batch["ref_logprobs"] = self.ref_logprobs[inputs["index"]]
+        batch = inputs | {"logprobs": self.score(model, self.module, inputs)}
         denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
         loss, metrics = self.method_loss(batch, denominators)
         if self.module.training:
             self.not_finite += ~loss.detach().isfinite()
-            self.metrics.add(metrics, inputs)
+            self.metrics.add(metrics | self.speed(inputs))
         return loss
+
+    def speed(self, batch: dict[str, Tensor]) -> Metrics:
+        """Tokens of all ranks per second since the last micro-batch, evaluations and checkpoints included."""
+        now = time.perf_counter()
+        seconds = (now - self.last_batch) / self.accelerator.num_processes
+        self.last_batch = now
+        tokens = batch["attention_mask"].sum().float()
+        return {"tokens_per_second": (tokens, torch.full_like(tokens, seconds))}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of an evaluation batch; the Trainer averages it over rows.
@@ -487,55 +412,67 @@ class SPAGTrainer(Trainer):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
         return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
 
-    def prepare_reference(self) -> None:
-        """Compute the reference's log-probabilities. A run that continues reads those it stored.
+    def add_table(
+        self, name: str, compute: Callable[[Dataset], dict[int, np.ndarray]], *, by_token: bool = False
+    ) -> None:
+        """Give batches a tensor of this name: what `compute` returns for each row, by its `index`.
 
-        The reference is frozen, so each row's number is computed once, and no second model takes memory in training.
-        The stored numbers belong to the rows and the reference of this start, because a start with others is refused.
-        One without a complete checkpoint computes them anew.
+        That is one number a row, or with `by_token` one for each scored token, so the tensors are (batch,) or (scored
+        tokens,). A run that continues reads the numbers of the training rows from OUTPUT_DIR/NAME.npy. They belong to
+        the rows and models of this start, because a start with others is refused. One without a complete checkpoint
+        computes them anew.
         """
-        path = Path(self.args.output_dir, REFERENCE_FILE)
-        in_training = len(self.train_dataset)
-        todo = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset]
+        path = Path(self.args.output_dir, f"{name}.npy")
+        training = column(self.train_dataset, "index").tolist()
+        todo = [rows for rows in (self.train_dataset, self.eval_dataset) if rows]
+        table: dict[int, np.ndarray] = {}
         if self.args.resume_from_checkpoint and on_rank_0(path.is_file):
-            self.ref_logprobs[:in_training] = torch.from_numpy(np.load(path))
+            sizes = numbers_by_row(self.train_dataset, by_token=by_token)
+            table |= zip(training, split_by_row(np.load(path), sizes), strict=True)
             todo.remove(self.train_dataset)
-        if compared := [dataset for dataset in todo if len(self._compared(dataset))]:
-            with self._reference_model() as (model, module):
-                for dataset in compared:
-                    self._reference_pass(dataset, model, module)
-        if todo and rank() == 0:
-            with replacing(path) as file:
-                np.save(file, self.ref_logprobs[:in_training].cpu().numpy())
+        if todo:
+            table |= compute(concatenate_datasets(todo))
+            if rank() == 0:
+                with replacing(path) as file:
+                    np.save(file, np.concatenate([table[index] for index in training]))
+        self.data_collator.tables[name] = table
 
-    def _compared(self, dataset: Dataset) -> np.ndarray:
-        """The positions of the rows that the loss compares with the reference."""
-        return np.flatnonzero(~column(dataset, "is_sft")) if self.learns_from_games else np.arange(len(dataset))
-
-    def _reference_pass(self, dataset: Dataset, model: nn.Module, module: PreTrainedModel) -> None:
-        """Compute the log-probabilities of the compared rows under the reference; those of other rows stay 0.
+    def compute_reference(self, rows: Dataset) -> dict[int, np.ndarray]:
+        """`score` of the rows under the reference; 0 for those that the loss does not compare with it.
 
         The rows, longest first, are cut into chunks of one batch for each rank: batches then have little padding, and
         the first one shows whether memory is enough. If it is not, give a smaller --per_device_eval_batch_size, which
-        does not change these numbers. Repeated rows fill up the last chunk, because ranks can gather only tensors of
-        one shape.
+        does not change these numbers. Repeated rows fill up the last chunk, since all ranks must call the model
+        equally often.
         """
-        rows = self._compared(dataset)
-        rows = rows[np.argsort(-column(dataset, "length")[rows], kind="stable")]
+        compared = np.flatnonzero(~column(rows, "is_sft")) if self.learns_from_games else np.arange(len(rows))
+        compared = compared[np.argsort(-column(rows, "length")[compared], kind="stable")]
+        sizes = numbers_by_row(rows, by_token=self.scores_tokens)
+        values = split_by_row(np.zeros(sizes.sum(), dtype=np.float32), sizes)
+        if len(compared):
+            with self._reference_model() as (model, module):
+                for row, numbers in self._reference_pass(rows, compared, sizes, model, module):
+                    values[row][:] = numbers
+        total = self.accelerator.reduce(torch.from_numpy(np.concatenate(values)).to(self.args.device), "sum")
+        return dict(zip(column(rows, "index").tolist(), split_by_row(total.cpu().numpy(), sizes), strict=True))
+
+    def _reference_pass(
+        self, rows: Dataset, compared: np.ndarray, sizes: np.ndarray, model: nn.Module, module: PreTrainedModel
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield this rank's part of the compared rows with their numbers."""
         batch_size = self.args.eval_batch_size
         ranks = self.accelerator.num_processes
-        steps = math.ceil(len(rows) / (batch_size * ranks))
-        chunks = np.resize(rows, (steps, ranks, batch_size))
+        steps = math.ceil(len(compared) / (batch_size * ranks))
+        chunks = np.arange(steps * ranks * batch_size).reshape(steps, ranks, batch_size)
         quiet = self.args.disable_tqdm or not self.is_local_process_zero()
-        logprobs = []
-        for batch_rows in tqdm(chunks[:, self.accelerator.process_index], "reference", disable=quiet):
-            batch = self._prepare_inputs(self.data_collator(dataset.select(batch_rows).to_list()))
+        for places in tqdm(chunks[:, self.accelerator.process_index], "reference", disable=quiet):
+            of_batch = compared[places % len(compared)]
+            batch = self._prepare_inputs(self.data_collator(rows.select(of_batch).to_list()))
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
-                logprobs.append(label_logprob(model, module, batch, pads_left=self.data_collator.pad_left))
-        gathered = self.accelerator.gather(torch.stack(logprobs))  # (ranks * steps, batch)
-        in_gathered_order = chunks.swapaxes(0, 1).reshape(-1)
-        indices = torch.from_numpy(column(dataset, "index")[in_gathered_order])
-        self.ref_logprobs[indices.to(self.ref_logprobs.device)] = gathered.reshape(-1)
+                scores = self.score(model, module, batch).cpu().numpy()
+            for place, row, numbers in zip(places, of_batch, split_by_row(scores, sizes[of_batch]), strict=True):
+                if place < len(compared):
+                    yield row, numbers
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
@@ -599,62 +536,42 @@ class SPAGTrainer(Trainer):
             step = self.state.global_step
             raise UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
 
-    def _save(self, output_dir=None, state_dict=None):
-        """The Trainer's. Adapters then name their base model as the user did, not by a folder of this machine."""
-        super()._save(output_dir, state_dict)
-        path = Path(output_dir or self.args.output_dir, "adapter_config.json")
-        if path.is_file():
-            base = public_name(self.args.model_name_or_path)
-            write_json(path, read_json(path) | {"base_model_name_or_path": base})
+    def check_weights(self) -> None:
+        """Raise UserError if a weight is NaN or infinite, as the last step may leave it. All ranks must call this."""
+        parts = (getattr(weights, "ds_tensor", weights) for weights in self.model.parameters())  # ZeRO-3: this rank's
+        bad = any(not part.isfinite().all() for part in parts)
+        if self.accelerator.reduce(torch.tensor(float(bad), device=self.args.device)).item():
+            raise UserError(f"weights are NaN or infinite after step {self.state.global_step}; no model is saved")
 
     def create_model_card(self, **_) -> None:
-        """Write the Trainer's card, OUTPUT_DIR/README.md, with what it cannot know instead of its guesses."""
-        if not self.is_world_process_zero():
-            return
-        base = public_name(self.args.model_name_or_path)
-        is_on_hub = not Path(self.args.model_name_or_path).is_dir()  # else the hub's model of this name is another one
-        super().create_model_card(finetuned_from=base if is_on_hub else None, dataset=self.args.train_data_path)
-        path = Path(self.args.output_dir, "README.md")
-        card = ModelCard.load(path)
-        head, _, _ = card.text.partition("\n# ")
-        _, _, hyperparameters = card.text.partition("## Training procedure")
-        title = f"# {Path(self.args.output_dir).absolute().name}"
-        card.text = f"{head}\n{title}\n\n{self.description()}\n## Training procedure{hyperparameters}"
-        card.data.base_model = base if is_on_hub else None
-        card.data.datasets = [name for name in self.args.train_data_path if not Path(name).exists()] or None
-        tags = {tag for tag in card.data.tags if not tag.startswith("base_model:")}  # peft's names a folder
-        card.data.tags = sorted(tags | {"spag", self.args.train_method})
-        card.data.model_index = None
-        card.save(path)
+        """Write OUTPUT_DIR/README.md. The Trainer calls this before it uploads, too."""
+        if self.is_world_process_zero():
+            self.write_card(Path(self.args.output_dir))
 
-    def description(self) -> str:
-        """What a model card says about this training, in Markdown."""
+    def write_card(self, folder: Path, *, merged: bool = False) -> None:
         args = self.args
         is_sft = column(self.train_dataset, "is_sft")
-        values = [f"{name} {getattr(args, name)}" for name in self.flags]
-        reference = args.ref_model_name_or_path if self.reads_reference else None
-        files = [f"`{public_name(name)}`" for name in args.train_data_path]
         rows = f"{len(is_sft):,} rows"
         if self.learns_from_games:
             rows = f"{(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows"
-        lines = {
-            "Base model": f"`{public_name(args.model_name_or_path)}`",
-            "Method": f"{args.train_method} ({', '.join(values)})" if values else args.train_method,
-            "Adapters": f"LoRA of rank {args.lora_rank}" if args.lora_rank else None,
-            "Reference model": f"`{public_name(reference)}`" if reference else None,
-            "Data": f"{', '.join(files)}: {rows}",
-            "Games": ", ".join(games_of(args.train_data_path)) or None,
-        }
-        listed = "\n".join(f"- {name}: {text}" for name, text in lines.items() if text)
-        return f"{ABOUT}\n{listed}\n{CITATION}"
+        write_card(
+            folder,
+            base=args.model_name_or_path,
+            reference=args.ref_model_name_or_path if self.reads_reference else None,
+            method=args.train_method,
+            coefficients={name: getattr(args, name) for name in self.flags},
+            lora_rank=args.lora_rank,
+            merged=merged,
+            data=args.train_data_path,
+            rows=rows,
+        )
 
     def log(self, logs, start_time=None):
         """Log these numbers and, beside a loss, our metrics since the last log.
 
         The Trainer gives `loss`, a mean over these steps, their micro-batches and all ranks, and of the last step
         `learning_rate` and `grad_norm`, before clipping. The program prints each log at once. All stand in
-        trainer_state.json, in each checkpoint and, after training, in OUTPUT_DIR. All ranks get the same numbers, except
-        `tokens_per_second`.
+        trainer_state.json, in each checkpoint and, after training, in OUTPUT_DIR. All ranks get the same numbers.
         """
         if "loss" in logs:
             self.check_finite()
@@ -662,9 +579,9 @@ class SPAGTrainer(Trainer):
         super().log(logs, start_time)
 
 
-LOSS_NORMALIZATION = Flag(
-    "micro_batch",
+LOSS_NORMALIZATION = flag(
     "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
+    default="micro_batch",
     choices=["micro_batch", "step"],
 )
 KL_HELP = "beta: weight of the KL to the reference model."
@@ -684,7 +601,7 @@ class SFTTrainer(SPAGTrainer):
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
-    flags: ClassVar = {"loss_normalization": LOSS_NORMALIZATION, "lm_kl_coeff": Flag(0.1, KL_HELP)}
+    flags: ClassVar = {"loss_normalization": LOSS_NORMALIZATION, "lm_kl_coeff": flag(KL_HELP, default=0.1)}
     reads_reference = True
 
     def method_loss(self, batch, denominators):
@@ -702,10 +619,10 @@ class OfflinePOTrainer(SPAGTrainer):
 
     flags: ClassVar = {
         "loss_normalization": LOSS_NORMALIZATION,
-        "lm_kl_coeff": Flag(0.2, KL_HELP),
-        "lm_sft_coeff": Flag(0.5, "alpha: weight of the SFT rows' loss beside the game rows'."),
-        "clip_range": Flag(0.2, "epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon."),
-        "detach_kl": Flag(False, "Keep the gradient out of the KL inside the advantage."),
+        "lm_kl_coeff": flag(KL_HELP, default=0.2),
+        "lm_sft_coeff": flag("alpha: weight of the SFT rows' loss beside the game rows'.", default=0.5),
+        "clip_range": flag("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.", default=0.2),
+        "detach_kl": flag("Keep the gradient out of the KL inside the advantage.", default=False),
     }
     reads_reference = True
     learns_from_games = True

@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import GOLDEN, build_tokenizer, load_chat_template, load_golden
+from conftest import GOLDEN, build_tokenizer, load_golden
 from datasets import Dataset
 from helpers import contents, write_rows
 from transformers import AutoTokenizer
@@ -109,63 +109,25 @@ def last_reply(tokenizer, **fields) -> str:
     return tokenizer.decode(target_of(encode_example({"messages": [TALK[0], TALK[1] | fields]}, tokenizer)))
 
 
-def test_contents_may_be_texts_in_parts_and_nothing_beside_tool_calls_that_the_template_writes(chat_tokenizer):
+def test_contents_may_be_texts_in_parts(chat_tokenizer):
     parts = [{"type": "text", "text": text, "image": None} for text in ("a ", "b")]
     assert last_reply(chat_tokenizer, content=parts) == last_reply(chat_tokenizer, content="a b") == "a b<|im_end|>"
-    assert last_reply(chat_tokenizer, content="") == "<|im_end|>"
-    only_calls = {"content": None, "tool_calls": [{"function": {"name": "look"}}]}
-    with pytest.raises(UserError, match="chat template leaves out"):
-        last_reply(chat_tokenizer, **only_calls)
-    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
-    chat_tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content + '' }}" + calls)
-    assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
-    refuses_empty = "{% if not m.content and not m.tool_calls %}{{ raise_exception('empty') }}{% endif %}"
-    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("{{ m.content", refuses_empty + "{{ m.content")
-    assert last_reply(chat_tokenizer, **only_calls) == "look<|im_end|>"
+    assert last_reply(chat_tokenizer, content="", name="Ann", weight=1, tool_calls=[]) == "<|im_end|>"
 
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells the weather", "parameters": {}}}]
+CALL = {"content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
 
 
-def call_with(arguments) -> dict:
-    """The fields of a reply that is a tool call with these arguments."""
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-    return {"content": None, "tool_calls": [call]}
-
-
-def test_arguments_of_tool_calls_that_are_a_json_text_are_learned_as_an_object(chat_tokenizer):
-    chat_tokenizer.chat_template = load_chat_template("tools")
-    target = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call><|im_end|>'
-    for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
-        assert last_reply(chat_tokenizer, **call_with(arguments)) == target
-    for arguments in ("city=Paris", '"{}"'):
-        with pytest.raises(UserError, match="'arguments' .*JSON"):
-            last_reply(chat_tokenizer, **call_with(arguments))
-
-
-def test_tools_of_a_row_stand_in_its_prompt_and_a_template_that_leaves_them_out_is_refused(chat_tokenizer, tmp_path):
-    row = {"messages": [TALK[0], TALK[1] | call_with("{}")], "tools": TOOLS}
-    path = write_rows(tmp_path / "rows.jsonl", [row, row | {"tools": json.dumps(TOOLS)}, row | {"tools": []}])
-    rows = read_sft_rows(path)
-    chat_tokenizer.chat_template = load_chat_template("tools")
-    texts = [chat_tokenizer.decode(encode_example(row, chat_tokenizer)["input_ids"]) for row in rows]
-    assert texts[0] == texts[1] and "Tells the weather" in texts[0] and "Tells the weather" not in texts[2]
-    with pytest.raises(UserError, match="'tools' must be a list"):
-        encode_example(row | {"tools": "{}"}, chat_tokenizer)
-    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("if tools", "if false")
-    with pytest.raises(UserError, match="chat template leaves out the 'tools'"):
-        encode_example(row, chat_tokenizer)
-
-
-def test_a_reply_of_weight_0_is_not_learned(chat_tokenizer):
-    def of_weights(*weights):
-        replies = iter(weights)
-        talk = [turn | ({"weight": next(replies)} if turn["role"] == "assistant" else {}) for turn in TALK]
-        return chat_tokenizer.decode(target_of(encode_example({"messages": talk}, chat_tokenizer)))
-
-    assert of_weights(1, 0) == "assistant 1<|im_end|>" and of_weights(0, None) == "assistant 3<|im_end|>"
-    with pytest.raises(UserError, match="no assistant message .*weight"):
-        of_weights(0, 0.0)
+@pytest.mark.parametrize(
+    "fields, message",
+    [({}, "'tools'"), (CALL, "'tool_calls'"), ({"weight": 0}, "'weight' 0")],
+)
+def test_conversations_with_tools_or_weights_are_refused_by_file_and_row(tmp_path, chat_tokenizer, fields, message):
+    row = {"messages": [TALK[0], TALK[1] | fields]} | ({} if fields else {"tools": [{"type": "function"}]})
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS, row])
+    for read in (lambda: load_rows([path], chat_tokenizer), lambda: read_sft_rows(path)):
+        with pytest.raises(UserError, match=rf"rows\.jsonl: row 4: .*{message}"):
+            read()
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 + 'a' }}"])
@@ -232,8 +194,7 @@ def on_hub(tmp_path, monkeypatch) -> Path:
 
 
 def test_rows_are_read_from_parquet_gzip_and_the_hub_as_from_json(tmp_path, on_hub, chat_tokenizer):
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
-    rows = [{"query": "q", "target": "t", "reward": 0.5}, {"messages": TALK}, {"messages": [TALK[0], calls, *TALK]}]
+    rows = [{"query": "q", "target": "t", "reward": 0.5}, {"messages": TALK}, {"messages": [TALK[0], *TALK]}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
     Dataset.from_json(path, cache_dir=str(tmp_path / "cache")).to_parquet(tmp_path / "rows.parquet")
@@ -307,12 +268,14 @@ def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, ca
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"query": "a", "target": "b", "reward": math.nan}, "weight 1.0 and reward nan must be finite numbers"),
-        ({"query": "a", "target": "b", "weight": -1}, "weight -1 is below 0"),
+        ({"query": "a", "target": "b", "reward": math.nan}, "'reward' must be a finite number, not nan"),
+        ({"query": "a", "target": "b", "weight": -1}, "'weight' is below 0"),
+        ({"query": "a", "target": "b", "chat_template": "false"}, "'chat_template' must be true or false"),
+        ({"messages": TALK, "answer": "42"}, "'messages' beside 'answer': take out 'answer'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
         ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
-        ({"query": "a", "target": "b", "reward": "1.0"}, "weight or reward: must be real number"),
-        ({"query": "a", "target": "b", "weight": 10**400}, "weight or reward: int too large"),
+        ({"query": "a", "target": "b", "reward": "1.0"}, "'reward': must be real number"),
+        ({"query": "a", "target": "b", "weight": 10**400}, "'weight': int too large"),
     ],
 )
 def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):
@@ -343,8 +306,12 @@ def test_alpacas_fields_that_are_no_texts_are_named_in_training_and_rewards(tmp_
             read()
 
 
+def test_prompt_and_completion_are_read_as_prompt_and_answer(tokenizer):
+    of_trl, ours = ({"prompt": "Hi", name: "Hello."} for name in ("completion", "answer"))
+    assert encode_example(of_trl, tokenizer) == encode_example(ours, tokenizer)
+
+
 OTHER_FORMS = [
-    {"prompt": "Hi", "completion": "Hello."},
     {"instruction": "Say hi", "response": "Hi"},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
 ]

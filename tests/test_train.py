@@ -127,16 +127,16 @@ def recorded_settings(name: str, tmp_path) -> dict:
     return settings | {"train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": "none"}
 
 
-def released_logprob(model, module, batch, **how):
+def released_score(trainer, model, module, batch):
     """The release divides by one token more in the one row that the cut makes start at a label (Deviations)."""
     labels = batch["labels"] != -100
-    return label_logprob(model, module, batch, **how) * labels[:, 1:].sum(1) / labels.sum(1)
+    return label_logprob(model, module, batch, pads_left=False) * labels[:, 1:].sum(1) / labels.sum(1)
 
 
 @pytest.mark.parametrize("name", ["sft_plain", "sft_kl_other_ref", "offline_po_other_ref"])
 def test_a_whole_run_equals_the_recorded_one(name, tmp_path, monkeypatch):
     if name != "sft_plain":  # the release's plain SFT is the Trainer's own, which counts tokens as we do
-        monkeypatch.setattr(trainers, "label_logprob", released_logprob)
+        monkeypatch.setattr(trainers.SPAGTrainer, "score", released_score)
     steps = run(tmp_path / "out", recorded_settings(name, tmp_path))
     recorded = RUNS[name]
     assert_close(losses_of(steps), recorded["micro_losses"], rtol=1e-4, atol=1e-5)
@@ -321,16 +321,14 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     output, settings = stopped
     second, last = output / "checkpoint-2", output / "checkpoint-4"
 
-    start = {"output_dir": output, "resume_from_checkpoint": None}
-
     def continued() -> str | None:
-        return checkpoints.last_checkpoint(SimpleNamespace(**start, deepspeed=None))
+        return checkpoints.last_checkpoint(output, deepspeed=False)
 
     assert continued() == str(last) and (last / "complete").read_bytes() == b""
     (last / "optimizer.pt").unlink()  # as with --save_only_model
     assert continued() == str(second)
     with pytest.raises(UserError, match="another --deepspeed"):
-        checkpoints.last_checkpoint(SimpleNamespace(**start, deepspeed="zero2.json"))
+        checkpoints.last_checkpoint(output, deepspeed=True)
     shutil.rmtree(last)
     with monkeypatch.context() as patch, pytest.raises(Stopped):  # stopped while it writes it again
         patch.setattr(torch, "save", stop)  # of the optimizer
@@ -344,15 +342,6 @@ def test_only_complete_checkpoints_are_continued_and_others_do_not_crowd_them_ou
     (output / "checkpoint-9").mkdir()
     run(output, settings, save_total_limit=1)
     assert continued() == str(last) and [path.name for path in output.glob("checkpoint-*")] == [last.name]
-
-
-NUMBERS = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1, "zero_optimization": {"stage": 2}}
-
-
-def test_numbers_in_a_deepspeed_file_that_differ_from_the_flags_are_one_line(tmp_path, mixed_rows, tiny_model):
-    write_json(tmp_path / "numbers.json", NUMBERS)
-    message = "numbers.json: .*train_micro_batch_size_per_gpu=3 vs hf .*=8; .*gradient_clipping=0.1.*auto"
-    refused(tmp_path / "out", sft(mixed_rows, tiny_model, deepspeed=tmp_path / "numbers.json"), message)
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_deleted(
@@ -393,21 +382,18 @@ def test_beyond_the_limit_all_checkpoints_but_the_last_and_the_best_are_deleted(
     assert [path.name for path in old] == [f"checkpoint-{step}" for step in deleted]
 
 
-@pytest.mark.parametrize("prefix", ["", "bf16_"])
-def test_zero_continues_a_training_with_the_number_of_processes_that_began_it(tmp_path, prefix):
-    state = tmp_path / "checkpoint-2/global_step2"
-    state.mkdir(parents=True)
-    names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
-    for path in (state.parent / "complete", *(state / name for name in [*names, "mp_rank_00_model_states.pt"])):
-        path.touch()
-
-    def continued(processes: int) -> str | None:
-        start = {"output_dir": tmp_path, "resume_from_checkpoint": None, "deepspeed": "zero2.json"}
-        return checkpoints.last_checkpoint(SimpleNamespace(**start, world_size=processes))
-
-    assert continued(2) == str(state.parent)
-    with pytest.raises(UserError, match="checkpoint-2: made by 2 processes.* with 1; start with 2"):
-        continued(1)
+@pytest.mark.parametrize("deepspeed, of_state, foreign", [(True, "global_step2", "optimizer.pt"),
+                                                           (False, "optimizer.pt", "global_step2")])  # fmt: skip
+def test_a_checkpoint_without_the_state_that_this_start_continues_is_refused(tmp_path, deepspeed, of_state, foreign):
+    """The Trainer would go on with a new optimizer, and say nothing."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    for name in ("complete", foreign):
+        (checkpoint / name).touch()
+    with pytest.raises(UserError, match="of another --deepspeed, or hold no optimizer"):
+        checkpoints.last_checkpoint(tmp_path, deepspeed=deepspeed)
+    (checkpoint / of_state).touch()
+    assert checkpoints.last_checkpoint(tmp_path, deepspeed=deepspeed) == str(checkpoint)
 
 
 def test_a_start_that_shall_not_continue_is_refused_where_there_are_checkpoints(stopped, plain_runs, tiny_model):
@@ -448,8 +434,6 @@ def test_adapters_on_tied_embeddings_are_refused(tmp_path, mixed_rows, tiny_mode
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 SMALL = TINY | {"num_attention_heads": 4, "intermediate_size": 64}
-LLAMA4 = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
-MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -457,13 +441,12 @@ MAMBA = TINY | {"num_heads": 8, "head_dim": 8, "state_size": 8}
     [
         ("llama", SMALL, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("mixtral", SMALL | {"num_key_value_heads": 2}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        ("mamba2", MAMBA | {"n_groups": 1}, {"in_proj"}),
-        ("llama4_text", LLAMA4, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_by_default_all_linear_layers_get_adapters(kind, config, adapted):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    args = SimpleNamespace(lora_rank=4, deepspeed=None, bf16=False, fp16=False, **arguments.LORA_ARGUMENTS)
+    plain = {"model_name_or_path": "M", "deepspeed": None, "bf16": False, "fp16": False}
+    args = SimpleNamespace(lora_rank=4, **plain, **arguments.LORA_ARGUMENTS)
     model = train.add_lora(model, args)
     assert adapted <= {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
     assert model(torch.arange(5).unsqueeze(0)).logits.shape == (1, 5, 64)
@@ -566,14 +549,12 @@ def hub_model(tmp_path, tiny_model, monkeypatch) -> str:
 
 
 CARD = ["base_model: me/tiny\n", "Base model: `me/tiny`", "Method: OfflinePO (", "lm_kl_coeff 0.2", "clip_range 0.2"]
-CARD += ["Reference model: `me/tiny`", "`rows.json`: 4 rows of games, 4 SFT rows", "1,544 of taboo", "2404.10642"]
+CARD += ["reference `me/tiny`", "`rows.json`: 4 rows of games, 4 SFT rows", "2404.10642", "- spag\n", "- OfflinePO\n"]
 
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
 def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(tmp_path, hub_model, lora_rank):
     rows = write_rows(tmp_path / "rows.json", [GAME, {"query": "q", "target": "t", "type": "sft"}] * 4)
-    played = {"settings": {"game": {"name": "taboo"}}, "games": {"episodes": 1544}}
-    write_json(tmp_path / "rows.json_rewards_settings.json", played)
     reference = None if lora_rank else hub_model
     lora = {"lora_rank": lora_rank, "lora_merge": True if lora_rank else None}
     run(tmp_path / "out", offline_po(rows, hub_model, reference, max_steps=1, learning_rate=0.0, **lora))
@@ -582,7 +563,7 @@ def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(
     for card in cards:
         for text in CARD:
             assert text in card, text
-        assert "from scratch" not in card and "unknown dataset" not in card and str(tmp_path) not in card
+        assert str(tmp_path) not in card
     if lora_rank:
         adapter = read_json(tmp_path / "out/adapter_config.json")
         assert adapter["base_model_name_or_path"] == hub_model
@@ -590,12 +571,17 @@ def test_cards_and_adapters_say_what_is_true_and_name_no_folder_of_this_machine(
 
 def test_a_card_of_a_model_from_a_folder_calls_it_by_its_name_alone(tmp_path, tiny_model):
     rows = write_rows(tmp_path / "rows.json", [{"query": "q", "target": "t"}] * 8)
-    write_json(tmp_path / "rows.json_rewards_settings.json", {"settings": {"game": "chess"}, "games": [1]})
     run(tmp_path / "out", sft(rows, tiny_model, max_steps=1))
     card = (tmp_path / "out/README.md").read_text()
-    assert "`rows.json`: 8 rows\n" in card and "Games" not in card  # the record beside the rows is of something else
-    assert f"Base model: `./{Path(tiny_model).name}`" in card and "base_model:" not in card and "Method: SFT\n" in card
-    assert str(Path(tiny_model).parent) not in card and "huggingface.co/" not in card
+    assert "`rows.json`: 8 rows\n" in card and "Method: SFT\n" in card
+    assert f"Base model: `{Path(tiny_model).name}`" in card and "base_model:" not in card
+    assert str(Path(tiny_model).parent) not in card
+
+
+def test_adapters_name_their_base_as_it_was_given_so_that_peft_loads_them(tmp_path, mixed_rows, tiny_model):
+    run(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4, max_steps=1))
+    assert read_json(tmp_path / "out/adapter_config.json")["base_model_name_or_path"] == tiny_model
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, mixed_rows, tiny_model, monkeypatch):
@@ -695,7 +681,11 @@ def test_a_training_that_would_ruin_the_model_or_change_nothing_is_refused(tmp_p
     assert run(tmp_path / "out", settings | meant)
 
 
+CHAT = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "t"}]}
 NO_GAME_ROWS = {
+    "messages with a reward": (TALK | {"reward": 1.0, "type": "game"}, "'reward' beside 'messages' or Alpaca's"),
+    "Alpaca with a reward": ({"instruction": "q", "output": "t", "reward": 1.0}, "'reward' beside 'messages' or Alp"),
     "no reward": ({"query": "q", "target": "t"}, "no 'reward'"),
     "a reward of null": (GAME | {"reward": None}, "no 'reward'"),
     "rewards in the place of reward": ({"query": "q", "target": "t", "rewards": 1.0}, "no 'reward'"),
@@ -707,17 +697,17 @@ NO_GAME_ROWS = {
 @pytest.mark.parametrize("case", NO_GAME_ROWS)
 def test_offline_po_takes_no_row_for_a_won_game_unless_the_row_says_so(tmp_path, tiny_model, case, data):
     row, message = NO_GAME_ROWS[case]
-    settings = offline_po(write_rows(tmp_path / "good.jsonl", [GAME] * 8), tiny_model, tiny_model)
+    model = copy_model(tiny_model, tmp_path / "model")
+    build_tokenizer("<|im_end|>", chat_template=CHAT).save_pretrained(model)
+    settings = offline_po(write_rows(tmp_path / "good.jsonl", [GAME] * 8), model, model)
     settings[data] = write_rows(tmp_path / "rows.jsonl", [GAME, {"query": "q", "target": "t", "type": "sft"}, row])
     refused(tmp_path / "out", settings, rf"rows\.jsonl: row 3: {message}")
 
 
 def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows_and_names_unknown_types(tmp_path, caplog):
-    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = build_tokenizer("<|im_end|>", chat_template=template)
-    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "t"}]}
+    tokenizer = build_tokenizer("<|im_end|>", chat_template=CHAT)
     alpaca = {"instruction": "q", "output": "t"}
-    path = write_rows(tmp_path / "rows.jsonl", [talk, alpaca, GAME | {"type": "debate"}, GAME])
+    path = write_rows(tmp_path / "rows.jsonl", [TALK, alpaca, GAME | {"type": "debate"}, GAME])
     args = SimpleNamespace(train_method="OfflinePO", output_dir=tmp_path)
     rows = train.read_rows([path], args, tokenizer, len(tokenizer))
     assert rows["is_sft"][:] == [True, True, False, False]
@@ -815,6 +805,15 @@ def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(
     settings |= {"save_strategy": "steps", "save_steps": save_steps}
     for _ in range(2):
         refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [234]; no model is saved")
+    assert not list((tmp_path / "out").glob("**/*.safetensors"))
+
+
+def test_weights_that_the_last_step_made_infinite_are_not_saved(tmp_path, tiny_model):
+    """The loss of the last step was finite; no later one looks at its weights."""
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME | {"weight": 1e9}] * 8)
+    changes = {"max_steps": 1, "optim": "sgd", "learning_rate": 3e38, "max_grad_norm": 0}
+    settings = offline_po(rows, tiny_model, tiny_model, **changes)
+    refused(tmp_path / "out", settings, "weights are NaN or infinite after step 1; no model is saved")
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
 
 

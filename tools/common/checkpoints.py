@@ -4,9 +4,8 @@ import logging
 import shutil
 from pathlib import Path
 
-from transformers.integrations import is_deepspeed_zero3_enabled
-
 from tools.common.errors import UserError
+from tools.common.files import StrPath
 
 COMPLETE = "complete"  # an empty file, written last into a checkpoint folder
 logger = logging.getLogger(__name__)
@@ -18,36 +17,29 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def last_checkpoint(args) -> str | None:
-    """The furthest complete checkpoint of a run that this start can continue. UserError if it can continue none.
+def last_checkpoint(folder: StrPath, *, deepspeed: bool) -> str | None:
+    """The furthest complete checkpoint that a start with or without --deepspeed can continue, None if there is none.
 
-    With --resume_from_checkpoint False there must be no checkpoints: they would mix with those of the new run.
+    UserError for checkpoints of the other kind: the Trainer would begin without the optimizer's state.
     """
-    checkpoints = checkpoints_of(Path(args.output_dir))
-    if checkpoints and str(args.resume_from_checkpoint).lower() == "false":
-        raise UserError(
-            f"--resume_from_checkpoint False: {args.output_dir} holds checkpoints; leave the flag out to continue, or "
-            f"delete there: {' '.join(path.name for path in checkpoints)}"
-        )
-    state = "optimizer*"
-    if args.deepspeed:
-        kind = "zero_pp" if is_deepspeed_zero3_enabled() else "mp"
-        state = f"global_step*/{kind}_rank_*_model_states.pt"
-    complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
+    complete = [checkpoint for checkpoint in checkpoints_of(Path(folder)) if (checkpoint / COMPLETE).is_file()]
+    state = "global_step*" if deepspeed else "optimizer*"
     with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
     if complete and not with_state:
         raise UserError(
-            f"{args.output_dir}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
+            f"{folder}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
             "--deepspeed that made them, or delete them"
         )
-    last = with_state[-1] if with_state else None
-    processes = len(list(Path(last).glob("global_step*/*zero_pp_rank_*_optim_states.pt"))) if last else 0
-    if args.deepspeed and processes not in (0, args.world_size):  # ZeRO: a part of the optimizer for each process
+    return with_state[-1] if with_state else None
+
+
+def check_none(folder: StrPath) -> None:
+    """Raise UserError if there are checkpoints, which would mix with those of a run that shall not continue them."""
+    if checkpoints := checkpoints_of(Path(folder)):
         raise UserError(
-            f"{last}: made by {processes} processes, which ZeRO cannot continue with {args.world_size}; start with "
-            f"{processes} processes, or delete the checkpoints"
+            f"--resume_from_checkpoint False: {folder} holds checkpoints; leave the flag out to continue, or delete "
+            f"there: {' '.join(path.name for path in checkpoints)}"
         )
-    return last
 
 
 def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[Path]:

@@ -73,16 +73,6 @@ def model_folder(name: str) -> Path:
     return folder
 
 
-def public_name(name: str) -> str:
-    """What to call a model or a file in what leaves this machine: as the user did, but for the folders above it.
-
-    The name of a folder begins with "./", so that nobody takes it for a model of the hub.
-    """
-    path = Path(name)
-    shown = path.name if path.is_absolute() else name
-    return f"./{shown}" if path.is_dir() and not shown.startswith(".") else shown
-
-
 def from_folder(auto, name: StrPath, **options):
     """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
     folder = model_folder(str(name))

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from tools.common.errors import UserError
-from tools.common.files import _parse
+
+QUERIES = ("query", "prompt")
+TARGETS = ("target", "answer", "completion")  # the last one is TRL's
 
 
 def alpaca_to_row(example: dict) -> dict:
@@ -25,69 +27,48 @@ def alpaca_texts(example: Mapping) -> tuple[str, str, str]:
 
 
 def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> dict:
-    """A record of a row with its texts as `query` and `target`, or else its conversation as `messages` and `tools`.
+    """A record of a row with its texts as `query` and `target`, or else its conversation as `messages`.
 
     A field that is null counts as absent, and messages count where there is no target. `from_alpaca` makes prompt and
     target of Alpaca's fields. UserError for a record with neither texts nor a conversation.
     """
     row = {key: value for key, value in record.items() if value is not None}
     messages = row.pop("messages", None)
-    if messages and not {"target", "answer", "output"} & row.keys():
-        return row | {"messages": _conversation(messages), "tools": _tools(row.get("tools"))}
-    if {"instruction", "output"} <= row.keys() and not {"query", "prompt", "target", "answer"} & row.keys():
+    beside = [name for name in (*TARGETS, "output") if name in row]
+    if messages and not beside:
+        if row.get("tools"):
+            raise UserError("'tools': conversations that call tools are not read")
+        messages = messages if isinstance(messages, list) else [messages]
+        return row | {"messages": [plain_message(message) for message in messages]}
+    if {"instruction", "output"} <= row.keys() and not {*QUERIES, *TARGETS} & row.keys():
         row |= from_alpaca(row)
-    query = row.get("query", row.get("prompt"))
-    target = row.get("target", row.get("answer"))
-    if not isinstance(query, str) or not isinstance(target, str):
-        forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
-        raise UserError(f"a row needs the texts {forms}; this one has {', '.join(map(repr, row))}")
-    return row | {"query": query, "target": target}
+    query = next((row[name] for name in QUERIES if name in row), None)
+    target = next((row[name] for name in TARGETS if name in row), None)
+    if isinstance(query, str) and isinstance(target, str):
+        return row | {"query": query, "target": target}
+    fields = ", ".join(map(repr, row))
+    if messages:
+        raise UserError(f"'messages' beside {fields}: take out {', '.join(map(repr, beside))} to train the messages")
+    forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
+    raise UserError(f"a row needs the texts {forms}; this one has {fields}")
 
 
-def _conversation(messages) -> list[dict]:
-    """The messages of a record, each content as a text.
+def plain_message(message) -> dict[str, str]:
+    """Role and content of a message. A content may be a list of text parts, which are joined.
 
-    A content is a text or a list of parts, all of them texts; beside tool calls it may be null. The arguments of a
-    tool call may be a JSON text, as OpenAI writes them, and become an object, as chat templates take them.
+    UserError for other contents, for a message that calls tools, and for one with a weight: the last reply is learned.
     """
-    messages = messages if isinstance(messages, list) else [messages]
-    return [_with_arguments(_in_text(message)) for message in messages]
-
-
-def _in_text(message) -> dict:
     match message:
-        case {"role": str(), "content": str()}:
-            return message
-        case {"content": [{"type": "text", "text": str(text)}, *others]}:
-            rest = _in_text(message | {"content": others or ""})
-            return rest | {"content": text + rest["content"]}
-        case {"tool_calls": [_, *_]} if message.get("content") is None:
-            return _in_text(message | {"content": ""})
+        case {"tool_calls": [_, *_]}:
+            raise UserError("a message with 'tool_calls': conversations that call tools are not read")
+        case {"weight": weight} if weight not in (None, 1):
+            raise UserError(f"a message with the 'weight' {weight!r:.20}: the last reply is learned, and no other one")
+        case {"role": str(role), "content": str(content)}:
+            return {"role": role, "content": content}
+        case {"role": str(role), "content": [_, *_] as parts} if all(map(is_text_part, parts)):
+            return {"role": role, "content": "".join(part["text"] for part in parts)}
     raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
 
 
-def _with_arguments(message: dict) -> dict:
-    """The message, the arguments of its tool calls as objects."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": list(map(_with_object, calls))} if isinstance(calls, list) else message
-
-
-def _with_object(call):
-    match call:
-        case {"function": {"arguments": str()} as function}:
-            return call | {"function": _with_object(function)}
-        case {"arguments": str(text)}:
-            arguments = _parse(text, f"a tool call's 'arguments' {text:.60}")
-            if not isinstance(arguments, dict):
-                raise UserError(f"a tool call's 'arguments' must be a JSON object, not {text:.60}")
-            return call | {"arguments": arguments}
-    return call
-
-
-def _tools(tools) -> list | None:
-    """The tools that a record's conversation may call, a list or the JSON text of one; None if there are none."""
-    tools = tools or None
-    tools = _parse(tools, "'tools'") if isinstance(tools, str) else tools
-    if not isinstance(tools, list | None):
-        raise UserError(f"'tools' must be a list, not {tools!r:.60}")
-    return tools or None
+def is_text_part(part) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

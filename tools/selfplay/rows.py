@@ -49,7 +49,6 @@ class Row(TypedDict, total=False):
     role: str
     type: str  # "sft" for SFT rows
     messages: list[dict]  # of SFT rows that have them in the place of query and target
-    tools: list[dict]  # what these messages may call
     chat_template: bool  # the texts are complete, in the template of the model to be trained
     thought: bool  # the target begins with one, and is exactly what the model wrote
 
@@ -216,10 +215,7 @@ def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
 def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
     read = read_row(record, alpaca_to_turn if chat else alpaca_to_row)
     if "messages" in read:
-        conversation: Row = {"messages": record["messages"], "type": "sft", "weight": 1.0}
-        if record.get("tools"):
-            conversation["tools"] = record["tools"]
-        return conversation
+        return {"messages": read["messages"], "type": "sft", "weight": 1.0}
     row: Row = {"query": read["query"], "target": read["target"], "type": "sft", "weight": 1.0}
     if read.get("chat_template"):
         row["chat_template"] = True
