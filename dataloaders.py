@@ -6,7 +6,7 @@ files -> load_rows -> Dataset -> SPAGCollator -> batch
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,20 +108,19 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     (`encode_pairs`). As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even
     if PAD is the same token. A tokenizer without BOS adds none.
 
-    Returns input_ids and labels (lists of one length), the NUMBERS and is_sft. Raises
-    UserError for a bad row (see `normalize_row`), and for one with `chat_template` that does not end in a special
-    token of the tokenizer.
+    Returns input_ids and labels (lists of one length), the NUMBERS and is_sft. Raises UserError for a bad row (see
+    `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
     lists = {name: row[name].tolist() for name in ("input_ids", "labels")}
     return lists | {name: row[name] for name in (*NUMBERS, "is_sft")}
 
 
-def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None) -> list[dict]:
     """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
 
     Besides, `length` is the number of tokens, `is_cut` tells whether there were more, and `is_apart` whether query and
-    target in a chat template were encoded apart.
+    target in a chat template were encoded apart. `names`: what errors call the rows.
     """
     pairs = encode_pairs(tokenizer, [(row.query, row.target, row.chat_template) for row in rows])
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -130,16 +129,17 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase) -> list[dict
     # A row loses the beginning of its query, or, if it is cut from the right, the end of its target.
     cut = slice(-limit, None) if tokenizer.truncation_side == "left" else slice(limit)
     encoded = []
-    for row, (query, target, is_apart) in zip(rows, pairs, strict=True):
+    for number, (row, (query, target, is_apart)) in enumerate(zip(rows, pairs, strict=True)):
         if not row.chat_template:
             if tokenizer.eos_token_id is None:
                 raise UserError("this tokenizer has no EOS, the token that ends a target")
             query = bos + query
             target = [*target, tokenizer.eos_token_id]
         elif not target or target[-1] not in special:
+            where = f"{names[number]}: " if names else ""
             raise UserError(
-                f"the target {row.target[-40:]!r} does not end in a special token of this tokenizer; make rows for it "
-                "by assign_rewards --chat_template True --tokenizer MODEL"
+                f"{where}the target {row.target[-40:]!r} does not end in a special token of this tokenizer; make rows "
+                "for it by assign_rewards --chat_template True --tokenizer MODEL"
             )
         ids = np.array((query + target)[cut], dtype=np.int32)
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
@@ -215,9 +215,10 @@ def encoded_batches(
         rows = read_records(path, read)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             chunk = rows[start : start + ROWS_AT_ONCE]
-            encoded = encode(chunk, tokenizer)
-            for number, row in enumerate(encoded, start=start + 1):
-                with user_errors(f"{path}: row {number}", UserError):
+            names = [f"{path}: row {number}" for number in range(start + 1, start + len(chunk) + 1)]
+            encoded = encode(chunk, tokenizer, names)
+            for name, row in zip(names, encoded, strict=True):
+                with user_errors(name, UserError):
                     check_encoded(row, tokenizer, vocab_size)
             batch = {name: [row[name] for row in encoded] for name in encoded[0] if name in COLUMNS}
             first = first_index + count["rows"]

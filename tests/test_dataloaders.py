@@ -143,11 +143,14 @@ def test_a_template_that_tells_the_date_is_told_a_fixed_one(chat_tokenizer):
     assert chat_tokenizer.decode(encoded["input_ids"]).startswith(f"{DAY} {DAY}<|im_start|>")
 
 
-def test_a_row_of_another_chat_template_is_refused(chat_tokenizer):
+def test_a_row_of_another_chat_template_is_refused(chat_tokenizer, tmp_path):
     row = {"query": "q", "target": "t<|im_end|>", "chat_template": True}
     assert target_of(encode_example(row, chat_tokenizer))[-1] == chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
     with pytest.raises(UserError, match=r"does not end in a special token .*assign_rewards --chat_template"):
         encode_example(row | {"target": "t<|eot_id|>"}, chat_tokenizer)
+    path = write_rows(tmp_path / "rows.jsonl", [row, row | {"target": "t"}])
+    with pytest.raises(UserError, match=r"rows\.jsonl: row 2: .* does not end in a special token"):
+        load_rows([path], chat_tokenizer)
 
 
 @pytest.mark.parametrize("at_once", [2, 1000])

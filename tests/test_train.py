@@ -308,6 +308,48 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
     assert not list(output.glob("*.npy")) and not (output / train.SCRATCH).exists()
 
 
+class ByToken(trainers.OfflinePOTrainer):
+    """Self-play with a ratio for each token; a row's cost is the mean over its tokens."""
+
+    scores_tokens = True
+
+    def score(self, model, module, batch):
+        logits = trainers.label_logits(model, module, batch, pads_left=False)
+        return trainers.token_logprob(logits, batch["labels"].flatten()[batch["scored_positions"] + 1])
+
+    def method_loss(self, batch, denominators):
+        log_ratio = batch["logprobs"] - batch["ref_logprobs"]  # (scored tokens,)
+        rewards = batch["rewards"].repeat_interleave(trainers.num_scored(batch))
+        advantage = rewards - self.args.lm_kl_coeff * log_ratio
+        ratio = log_ratio.exp()
+        gains = torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
+        costs = -trainers.row_means(gains, batch) * batch["weights"]
+        metrics = {"log_ratio": (log_ratio.sum().detach(), torch.tensor(float(len(log_ratio))))}
+        return costs.sum() / denominators.game_rows, metrics
+
+
+def test_a_loss_by_token_is_a_few_lines_and_continues_with_its_reference(
+    tmp_path, tiny_model, other_model, monkeypatch
+):
+    """Rows of one scored token cost what they cost by row."""
+    one_token = [GAME | {"query": "q" * n, "target": "", "reward": n / 20} for n in range(1, 17)]
+    settings = offline_po(write_rows(tmp_path / "one.jsonl", one_token), tiny_model, other_model, max_steps=2)
+    by_row = run(tmp_path / "by_row", settings)
+    monkeypatch.setitem(trainers.TRAIN_METHODS, "OfflinePO", ByToken)
+    assert_same_curve(run(tmp_path / "one", settings), by_row)
+    more = [row | {"target": "t" * n} for n, row in enumerate(one_token)]  # 1 to 16 tokens with EOS
+    settings |= {"train_data_path": write_rows(tmp_path / "more.jsonl", more), "max_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 1}
+    whole = run(tmp_path / "whole", settings)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(trainers.SPAGTrainer, "save_state", stop)
+        run(tmp_path / "stopped", settings)
+    shutil.rmtree(tmp_path / "stopped/checkpoint-4")
+    assert np.load(tmp_path / "stopped/ref_logprobs.npy").shape == (sum(range(1, 17)),)
+    monkeypatch.setattr(ByToken, "compute_reference", None)
+    assert_same_curve(run(tmp_path / "stopped", settings), whole)
+
+
 def test_a_run_continued_without_its_reference_numbers_computes_them_from_the_reference(
     stopped, plain_runs, tiny_model
 ):

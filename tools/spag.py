@@ -266,11 +266,9 @@ def batch(
 def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip_range=0.2, detach_kl=False):
     """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
 
-    Rows with negative rewards need `detach_kl`, or their log-ratio runs away. The reference computes each batch here;
-    in train.py it computes all rows once, before the first step. Game rows and SFT rows are each averaged over this
-    batch. To average over a step of several batches, call `offline_po_loss` in trainers.py with the step's
-    `num_game_rows` and `num_sft_rows`, and add the losses up. A new term belongs into `offline_po_loss` in
-    trainers.py, with an argument here and a flag in OfflinePOTrainer there.
+    Rows with negative rewards need `detach_kl`, or their log-ratio runs away. Game rows and SFT rows are each averaged
+    over this batch. To average over a step of several batches, call trainers.offline_po_loss with the step's
+    `num_game_rows` and `num_sft_rows`, and add the losses up.
     """
     import torch
 
