@@ -30,7 +30,7 @@ from tools.selfplay.play import play_games
 
 SEED = 42
 TURNS = 3  # of a game
-REPLY_TOKENS = 60  # the length of messages for which README.md computes its hours of play
+REPLY_TOKENS = 60
 GENERATE_SHARE = 6  # generate is slow, so it plays a sixth of the games
 VOCABULARY = 8000
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1376}
@@ -38,7 +38,7 @@ SHAPE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "
 
 @dataclass(kw_only=True)
 class Play(FlagGroup):
-    """Play games of a model against itself, as tools/play_llm_game.py does."""
+    """Play games of a model against itself."""
 
     # By default generate plays 32 games, as many as it computes at once.
     games: int = flag("games of our engine", default=192, at_least=1)
@@ -55,7 +55,7 @@ def measure(model: str, engine: str, games: int) -> tuple[float, int]:
     """Play games; returns the seconds and the number of new tokens.
 
     All other flags have the defaults of play: the type of numbers in the model's config, and as many games at once as
-    the engine chooses. To measure others, such as `dtype` or `vllm_args`, give them to PlayFlags here.
+    the engine chooses.
     """
     flags = PlayFlags(max_turns=TURNS, engine=engine, min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS)
     game = flags.load_game()

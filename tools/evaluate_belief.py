@@ -4,8 +4,7 @@
         --split held_out --output_dir outputs/belief
 
 Writes DIR/belief_messages.jsonl (a line for each model and message), DIR/belief.json (means by number of hints) and
-DIR/belief.txt (the means as a table). tools/measure/belief.py defines log_share, rank and belief. Values of log_share
-among different numbers of candidates do not compare.
+DIR/belief.txt (the means as a table). Values of log_share among different numbers of candidates do not compare.
 """
 
 import gc
@@ -32,7 +31,7 @@ from tools.selfplay.rewards import check_episodes
 MESSAGES = "belief_messages.jsonl"
 MEANS = "belief.json"
 TABLE = "belief.txt"
-LAST = "last"  # in the place of a number of hints: after the last hint of each game
+LAST = "last"  # instead of a number of hints: after the last hint of each game
 
 
 @dataclass(kw_only=True)
@@ -83,12 +82,8 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
 def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
     """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`.
 
-    The model computes by transformers. The engines of play, vLLM among them, return replies that they draw, and no
-    probabilities of given sentences, so there is no --engine here.
-
-    One process measures all games on one GPU. To share them among processes, take every n-th episode here and gather
-    the entries on rank 0. `main` then needs `stage` and `run_program` with ranks, and a single process that writes.
-    `belief_step` in tools/run_spag.py must give its Step `processes`.
+    The model computes by transformers: engines of play, vLLM among them, return replies that they draw, and no
+    probabilities of given sentences.
     """
     from tools.engine.local import load_local_model  # these bring torch
     from tools.measure.belief import fewest_candidates, measure_game

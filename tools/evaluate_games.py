@@ -3,9 +3,9 @@
     python -m tools.evaluate_games --players imitation=MODEL epoch1=MODEL epoch2=MODEL --against imitation \\
         --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 --output_dir DIR
 
-Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt, which
-tools/measure/README.md describes. After a kill, the same command plays the missing games. Points against a frozen
-player (--against) show progress. Results of self-play do not, because there both players change.
+Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt. After a
+kill, the same command plays the missing games. Points against a frozen player (--against) show progress. Results of
+self-play do not, because there both players change.
 """
 
 import itertools

@@ -100,8 +100,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
         require("lm_eval", "lm-eval==0.4.13")
     command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
-    # On CPUs a search takes long. The record holds the value. So with --batch_size unset, a start on a GPU refuses
-    # results of a CPU, and a start on a CPU those of a GPU. Give it the recorded value then, 8 or auto.
+    # On CPUs the harness's search for a size takes long.
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")
     settings = compared_flags(flags) | {"batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}

@@ -1,8 +1,6 @@
 """One self-contained page about the output of the loop, finished or not, or one of its folders.
 
 python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which needs no network
-
-The page is about one loop. The table of a study (tools/lab/table.py) compares several.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The functions of our studies, configs/arms/: what a study calls before the loops of a seed and after each of them.
+"""The functions of our studies: what a study calls before the loops of a seed and after each of them.
 
     python -m tools.lab.preparations tools.lab.preparations:tiny '{"folder": ..., "seed": 0, "settings": {}}'
 
-is how tools/lab/study.py calls such a function. One that `prepare` names takes the folder of a seed, the seed, and the
-settings of the first arm by name; one that `after` names takes the folder of a loop.
+One that `prepare` names takes the folder of a seed, the seed, and the settings of the first arm by name; one that
+`after` names takes the folder of a loop.
 """
 
 import json
@@ -47,7 +47,7 @@ def belief_among_all(loop: str) -> None:
     models = newest_model(loop)
     if imitation.is_dir():
         models.append(f"imitation={imitation}")
-    # 136: max_length - max_new_tokens of configs/tiny.toml, as the loop's own stage of belief has it.
+    # Prompts of 136 tokens, as in play: max_length - max_new_tokens of configs/tiny.toml.
     argv = ["--models", *models, "--games", seed_folder / "data/stray_belief_games.json", "--max_length", 136]
     argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed_folder / "all_words.txt"]
     run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))

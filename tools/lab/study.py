@@ -1,9 +1,9 @@
-"""A study: the arms of a file, each a loop of tools/run_spag.py, for several seeds.
+"""A study: the arms of a file, each a loop of its own, for several seeds.
 
     python -m tools.lab.study configs/arms/tiny.toml --output_dir outputs/tiny_study --seeds 20 21 22 --jobs 2
 
 What is finished is kept; the same command continues. After each arm OUTPUT_DIR/seedN.json holds the numbers of the
-seed, at the end OUTPUT_DIR/table.md those of all these seeds. tools/lab/README.md says what a file of arms holds.
+seed, at the end OUTPUT_DIR/table.md those of all these seeds.
 """
 
 import json
@@ -76,9 +76,8 @@ class Study:
 def read_study(path: str, settings: Sequence[str]) -> Study:
     """Read a file of arms. UserError for a wrong name or value in it, also in the last arm, which may be days away.
 
-    Files and rows that settings name are not checked here, because `prepare` may still have to make them: the loop of
-    an arm checks its own when it begins (`check_inputs` in tools/loop/inputs.py). Nor are measures of comparisons:
-    only results bring their names.
+    Files that settings name are not checked here, because `prepare` may still have to make them. Nor are measures of
+    comparisons: only results bring their names.
     """
     with user_errors(f"{path}: not TOML", tomllib.TOMLDecodeError):
         tree = tomllib.loads(read_text(path), parse_float=str)
@@ -166,14 +165,9 @@ class Stopped(Exception):
 def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> None:
     """Run the arms that have not ended with these settings. UserError for one that fails, Stopped after a signal.
 
-    One after the other, because later arms begin with the imitation model and the games of an earlier one: `like_of`
-    says of which, and `begin_like` in tools/loop/settings.py keeps both unless a setting that decides them differs.
+    One after the other, because later arms begin with the imitation model and the games of an earlier one.
     ARM.finished holds the command of an arm that has ended. With another command the arm runs again, but its loop
-    refuses settings that change results in the same folder. To change a finished arm, delete its folder and its
-    ARM.finished, and those of the arms that begin like it.
-
-    To run arms of a seed at once, let an arm begin only when that of `like_of` has ended. Call `table.collect` from
-    one thread at a time, because it writes the one file of the seed.
+    refuses settings that change results in the same folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
@@ -210,10 +204,6 @@ def run(command: Sequence[str], log: Path) -> None:
 
     Stopped if a signal ended it: that of Ctrl-C goes to all programs of a terminal, and may end them before this one.
     Then no seed goes on. SIGKILL, such as for want of memory, is none of these signals: it fails its seed alone.
-
-    Loops, `prepare` and `after` all run here, in the environment of the study, so they see all its GPUs. To give a
-    seed its own GPU, set CUDA_VISIBLE_DEVICES by `env` of Popen, not in os.environ, which all seeds share. `run_seed`
-    must then hand over a GPU that no other seed at work has.
     """
     if stopping.is_set():
         raise Stopped

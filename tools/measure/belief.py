@@ -1,6 +1,6 @@
 """Belief: how likely the guesser is to name the secret, after each hint of a stored game. No game is played.
 
-For the right guess and for the same sentence with each other candidate in the place of the secret, the log-probability
+For the right guess and for the same sentence with each other candidate instead of the secret, the log-probability
 is measured under the guesser's own prompt after hint k; k = 0 is the empty history. All numbers are in nats:
 
     belief     log p(right guess). It also rises when a model only becomes readier to guess.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tools.engine.local import LocalModel
     from tools.games.chat import ChatTemplate
 
-# The argument of transformers 5.24, and of older versions; that goes when requirements.txt asks for 5.24.
+# The model's argument in transformers 5.24, and in older versions.
 CACHE_NAMES = ("cache", "past_key_values")
 SENTENCES_IN_A_TREE = 256  # the mask grows with the square of their tokens
 
@@ -61,12 +61,8 @@ def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[s
     """The number of candidates that every secret has: one that is a form of several leaves fewer.
 
     All games are measured among so many, because values of log_share among different numbers do not compare: a
-    uniform guess among N has -log N. The number can be smaller than that of the words: `draw_candidates` leaves out
-    forms of candidates, and `with_secret` forms of the secret. So the list of the embedded world's 162 words, in
-    `belief_among_all` of tools/lab/preparations.py, gives 155 candidates. The draw of another --seed may give 157.
-
-    `mean_rows` in tools/evaluate_belief.py stores the number as "candidates" in belief.json; in a study's table it is
-    a part of the measure's name.
+    uniform guess among N has -log N. The number can be smaller than that of the words, because forms of candidates and
+    of the secret are left out, and it depends on the draw.
     """
     return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
@@ -252,12 +248,7 @@ def measure_game(
     """The numbers of a model before the first hint of a game and after each hint, as the module's docstring has them.
 
     The secret takes the place of its forms among `candidates`; `number` is how many count, unset: all. `logprobs`
-    holds log p of each guess, the right one first. Each entry becomes a line of belief_messages.jsonl. Its
-    `prompt_cut` is the only sign that a prompt lost its beginning: belief does not warn of that, as play does.
-
-    A new number gets a key here, its mean in `mean_rows` of tools/evaluate_belief.py, a title in `belief_charts` of
-    tools/measure/report_page.py, and a name in `belief_numbers` of tools/lab/table.py. Finished results lack the key.
-    To measure again, delete belief_messages.jsonl and give the same command.
+    holds log p of each guess, the right one first; `prompt_cut` tells whether the prompt lost its beginning.
     """
     secret = episode["target_word"]
     words = with_secret(game, secret, candidates, number)

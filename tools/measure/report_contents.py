@@ -57,8 +57,7 @@ class Report:
 def read_episodes(path: Path, game: Game) -> list[dict]:
     """The games of a file. Those of other people, without an outcome of this game or a length, are judged.
 
-    A stored outcome of this game counts, whatever options the judge has now. Rows are different: `judge_episodes` in
-    tools/selfplay/rewards.py judges every game anew.
+    A stored outcome of this game counts, whatever options the judge has now.
     """
     episodes = read_json_or_jsonl(path)
     check_episodes(game, episodes, f"{path}: game", 1)
@@ -71,11 +70,7 @@ def read_episodes(path: Path, game: Game) -> list[dict]:
 
 
 def shown_game(game: Game, number: int, episode: Mapping) -> dict:
-    """One game as the page's script reads it. `number` is its index in the file.
-
-    A further text, such as a thought (`episode["replies"][k]["thought"]`), is one more value of a message here, and is
-    shown by tools/measure/report_page.js.
-    """
+    """One game as the page's script reads it. `number` is its index in the file."""
     word = episode["target_word"]
     outcome = episode["outcome"]
     length = episode["length"]
@@ -112,14 +107,8 @@ def split_at_marks(game: Game, task: str, text: str) -> list[list[str]]:
 def read_folder(folder: Path, game: Game) -> Report:
     """What is in a loop's OUTPUT, or in one of its folders; UserError for others.
 
-    Files are found by their names, without the settings of a loop. So a run with like= shows neither the training of
-    imitation nor the games of epoch 1 that it took from the other run. What is still at work is not shown:
-    *_results.json of games, matches.json, and trainer_state.json beside a model are written at the end. The loop makes
-    a page after each epoch and after the benchmarks (`steps` in tools/run_spag.py).
-
-    A new kind of result needs a field of Report that is filled here, and a section in `page_html` of
-    tools/measure/report_page.py. For several runs on one page `Report.read` needs names that tell the run, and so do
-    the models in the rows of matches, belief and reasoning: every run has an epoch1.
+    Files are found by their names, without the settings of a loop. What is still at work is not shown: *_results.json
+    of games, matches.json, and trainer_state.json beside a model are written at the end.
     """
     report = Report(folder.absolute().name, game)
     # In the order of their numbers; epochs after the 99th are not read.

@@ -44,11 +44,7 @@ Chart = tuple[str, "Figure"]  # with its title
 
 
 def page_html(report: Report) -> str:
-    """The whole page. Texts of models, players and files are escaped, in the script's JSON too ("<" as \\u003c).
-
-    A new section is an entry of `parts` and its ${name} in tools/measure/report_page.html. What it shows is a field of
-    Report, which `read_folder` in tools/measure/report_contents.py fills.
-    """
+    """The whole page. Texts of models, players and files are escaped, in the script's JSON too ("<" as \\u003c)."""
     from plotly.offline import get_plotlyjs
 
     outcomes = [outcome.name for outcome in report.game.outcomes]
@@ -150,8 +146,7 @@ def chart(
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
     """Points by role against the one opponent, with a line for each word list.
 
-    No chart where there are more opponents, because points against different opponents do not compare. `headline` and
-    the table show all pairs.
+    No chart where there are more opponents, because points against different opponents do not compare.
     """
     rows = [row for row in rows if row["player"] != row["opponent"]]
     if len({row["opponent"] for row in rows}) != 1:
@@ -213,8 +208,7 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
     """A chart for each number that is logged with the loss, with a line for each training.
 
-    So a new metric of `trainers.py` has its chart without a change here. Entries of an evaluation (eval_loss) and the
-    totals at the end have no "loss", so they are not drawn; trainer_state.json beside the model has them.
+    Entries of an evaluation (eval_loss) and the totals at the end have no "loss", so they are not drawn.
     """
     points = [
         {"training": name, "step": entry["step"], "metric": metric, "value": value}

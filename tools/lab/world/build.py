@@ -24,10 +24,6 @@ from tools.players.player import ScriptedPlayer
 from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 
-# For another game change GAME, PROMPTS and MAX_TURNS here, and write its speakers in tools/lab/world/players.py. Then
-# --game must go to assign_rewards in `write_data`, to evaluate_belief in `belief_among_all` of
-# tools/lab/preparations.py, and to the command in `last_lines` of tools/loop/quickstart.py. configs/tiny.toml must
-# have the same game, prompts and turns.
 GAME = Taboo()
 MAX_TURNS = 3  # as max_turns in configs/tiny.toml: the rules in a prompt tell this number
 PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"
@@ -96,7 +92,7 @@ def write_data(folder: Path, flags: Flags) -> None:
         belief_rng = random.Random(f"{generator} {flags.seed}")
         games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, skill)
         write_records(data / f"{name}.json", [game | {"split": "held_out"} for game in games])
-    # With so many tokens each target word is one, which tests/test_tiny_world.py checks.
+    # With so many tokens each target word is one.
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
@@ -107,11 +103,7 @@ def write_data(folder: Path, flags: Flags) -> None:
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
-    """Train the random model on the facts alone: what it brings to the game, as a base model does.
-
-    A further start compares flags, lexicon and prompts, and neither these arguments nor SHAPE in
-    tools/engine/random_model.py. After a change of them, build the world in another folder.
-    """
+    """Train the random model on the facts alone: what it brings to the game, as a base model does."""
     argv = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
     argv += ["--max_length", 128, "--seed", flags.seed, "--per_device_train_batch_size", 64, "--learning_rate", 2e-3]
     argv += ["--warmup_ratio", 0.03, "--lr_scheduler_type", "cosine", "--num_train_epochs", 1]

@@ -15,17 +15,14 @@ from tools.games.game import History
 from tools.games.taboo import ATTACKER
 from tools.players.player import Turn
 
-# With more or fewer words the measures of belief get other names than "log_share among 40", which
-# configs/arms/hints.toml and configs/arms/tiny.toml compare (`belief_numbers` in tools/lab/table.py).
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
-HINT = "It goes with {}."  # HINTED must find its clue
-NAME = "Perhaps {}, who knows."  # a slip: it names a word, and is no guess to tools/games/taboo.py
+HINT = "It goes with {}."
+NAME = "Perhaps {}, who knows."  # a slip: it names a word, and is no guess to the judge
 CHAT = "I think of {}."
 FACT_QUERY = "### Facts:"
-GUESS = "I know the word! It is {}!"  # also `answer` in configs/prompts/tiny.json; a guess to tools/games/taboo.py
+GUESS = "I know the word! It is {}!"  # a guess to the judge
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
-# Of the words in the lexicon's order, the last of so many is kept out of self-play. As with LEXICON, another number
-# changes the names of measures: games of belief are about held-out words, which are their candidates too.
+# Of the words in the lexicon's order, the last of so many is kept out of self-play.
 HELD_OUT_EVERY = 4
 
 
@@ -76,11 +73,7 @@ def load_lexicon() -> Lexicon:
 
 @dataclass(frozen=True)
 class Skill:
-    """How the scripted players play: chances in the order their draws are made.
-
-    A start of tools/lab/world/build.py compares its flags, the lexicon and the prompts, but not this code. After a
-    change here, build the world in another folder.
-    """
+    """How the scripted players play: chances in the order their draws are made."""
 
     breach: float = 0.03  # the attacker says the word
     stray: float = 0.12  # the attacker hints with another word's clue
