@@ -1,8 +1,9 @@
-"""A game whose rewards are shares: one player divides coins, and the other takes the offer or not."""
+"""A game whose rewards are shares: one player divides coins, and the other takes the offer or not. And a picky one."""
 
 import re
 
 from tools.games.game import Game, Outcome
+from tools.games.taboo import Taboo
 
 TEMPLATES = {
     "rules": ["Divide the coins in {max_turns} turns.\n"],
@@ -34,3 +35,8 @@ class Divide(Game):
     def _share(self, task, history):
         offers = [re.search(r"\[keep (\d+)\]", message["content"]) for message in history]
         return next((min(1.0, int(offer[1]) / int(task)) for offer in reversed(offers) if offer), None)
+
+
+class Picky(Taboo):
+    def check_task(self, task):
+        raise ValueError("no word is good enough")

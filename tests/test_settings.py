@@ -221,7 +221,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("training.hub_token=hf_mine", "export HF_TOKEN=..."),
         ("push_to_hub_token=hf_mine", "export HF_TOKEN=..."),
         ("prompt_templates=/dev/null", "/dev/null: not JSON"),
-        (f"game={ROOT}/tools/examples/guess_my_city.py:GuessMyCity", "words.txt:1: "),
+        (f"game={ROOT}/tests/graded_game.py:Picky", "words.txt:1: "),
         (f"game={ROOT}/tests/graded_game.py:Divide & belief.games=words.txt", "Divide has no message that names a"),
         ("nothing.toml", "nothing.toml"),
         ("./a=b.toml", "./a=b.toml"),

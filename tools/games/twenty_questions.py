@@ -59,10 +59,5 @@ class TwentyQuestions(Game):
         return "A guess reads: Is it `word`?" if role == GUESSER else "Begin each answer with Yes or No."
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        secrets = [match for name in self.forbidden(task) for match in whole_word(name).finditer(text)]
-        guesses = self.guess.finditer(text)
-        return [(SECRET, *match.span()) for match in secrets] + [(GUESS, *match.span()) for match in guesses]
-
-    def forbidden(self, task: str) -> list[str]:
-        """What the answerer must not say."""
-        return [task]
+        secrets = [(SECRET, *match.span()) for match in whole_word(task).finditer(text)]
+        return secrets + [(GUESS, *match.span()) for match in self.guess.finditer(text)]
