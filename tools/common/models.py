@@ -1,4 +1,4 @@
-"""Folders of models: loading, tokenizers, special texts, the digest of a model."""
+"""Models and tokenizers: their folders, loading, token ids, special tokens, digests."""
 
 import functools
 import hashlib
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# What is copied of a model on the hub: weights in one format, configuration, tokenizer, code.
+# The files of a model that are downloaded from the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
-# What templates that tell the date are given, so that prompts do not change from day to day: the default of Llama 3's.
+# The date for chat templates that write one, fixed so that prompts are the same every day. It is Llama 3's default.
 DAY = "26 Jul 2024"
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-# Files that training writes beside a model. They do not change what the model says.
+# Files that training writes beside a model, which do not change its replies.
 RECORDS = {
     "README.md",
     "settings.json",
@@ -36,7 +36,7 @@ RECORDS = {
 
 
 def chat_text(tokenizer, messages: list[dict], **options) -> str:
-    """Messages in the tokenizer's chat template, on a fixed day; `options` are those of `apply_chat_template`."""
+    """Messages rendered in the tokenizer's chat template, with a fixed date; `options` of `apply_chat_template`."""
     template = tokenizer.get_chat_template()
     template = (FIXED_DAY if "strftime_now" in template else "") + template
     options |= {"chat_template": template, "date_string": DAY, "tokenize": False}
@@ -44,16 +44,13 @@ def chat_text(tokenizer, messages: list[dict], **options) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD in the place of each half surrogate pair, which no tokenizer reads."""
+    """The text with U+FFFD for each unpaired surrogate, which no tokenizer reads."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache
 def model_folder(name: str) -> Path:
-    """A model's folder: `name` itself, or a local copy of the hub's model of this name.
-
-    UserError if it holds no model, or a model and an adapter.
-    """
+    """The folder `name`, or the local copy of the hub's model of this name. UserError unless it holds one model."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -74,7 +71,7 @@ def model_folder(name: str) -> Path:
 
 
 def from_folder(auto, name: StrPath, **options):
-    """`auto.from_pretrained` of a model's folder. UserError, in transformers' words, if it cannot be loaded."""
+    """`auto.from_pretrained` of a model's folder. UserError with transformers' message if it cannot be loaded."""
     folder = model_folder(str(name))
     with user_errors(folder, ValueError, ImportError):
         try:
@@ -86,7 +83,7 @@ def from_folder(auto, name: StrPath, **options):
 
 
 def load_model(name: StrPath, **options):
-    """A causal language model in eval mode, from safetensors: weights that are pickled could run code.
+    """A causal language model in eval mode, from safetensors only, because pickled weights could run code.
 
     UserError if it cannot be loaded, lacks weights, or is a masked language model.
     """
@@ -104,7 +101,7 @@ def load_model(name: StrPath, **options):
 
 
 def check_causal(config) -> None:
-    """Raise UserError for a masked language model that transformers would load as a causal one: it reads ahead."""
+    """Raise UserError for a masked language model: transformers would load it, but its tokens see later ones."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -112,14 +109,14 @@ def check_causal(config) -> None:
 
 
 def warn_of_positions(config, max_length: int) -> None:
-    """Warn where --max_length exceeds the positions that the model was made for."""
+    """Warn if --max_length exceeds the model's `max_position_embeddings`."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         warn_on_rank_0("--max_length %d, but the model's config.json has %d positions", max_length, positions)
 
 
 def make_weights_readable(folder: StrPath) -> None:
-    """Give a model's weights the mode of any new file: safetensors lets their owner alone read them."""
+    """Apply the umask to saved weights, which safetensors makes readable by their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     for path in Path(folder).glob("*.safetensors"):
@@ -127,47 +124,47 @@ def make_weights_readable(folder: StrPath) -> None:
 
 
 def check_token(token: int, tokenizer, vocab_size: float) -> None:
-    """Raise UserError for a token that a model with embeddings of `vocab_size` tokens lacks."""
+    """Raise UserError for a token id outside the `vocab_size` rows of the model's embeddings."""
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(int(token))
         raise UserError(f"the model has {vocab_size} tokens, not token {token} ({text}); is the tokenizer its own?")
 
 
 def load_tokenizer(name: str, **options):
-    """A model's tokenizer, which splits texts as its tokenizer.json does, where there is one.
+    """A model's tokenizer. If the folder has a tokenizer.json, its normalizer and pre_tokenizer are used.
 
-    transformers 5 builds some classes anew by their name: a file of LlamaTokenizer that writes no blank before texts
-    (Yi) would get one, and a byte-level one (DeepSeek) would lose its blanks. mistral-common is left out: it reads
-    tekken.json, and gives "[INST]" other ids.
+    transformers 5 replaces them by those of the class named in tokenizer_config.json: a LlamaTokenizer without a
+    leading space (Yi) would get one, and a byte-level one (DeepSeek) would lose its spaces. mistral-common is never
+    used, since it reads tekken.json and gives "[INST]" other ids.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = from_folder(AutoTokenizer, name, mistral_format=False, **options)
     if (legacy := getattr(tokenizer, "legacy", None)) is not None:
-        tokenizer.init_kwargs["legacy"] = legacy  # which save_pretrained would leave out of tokenizer_config.json
+        tokenizer.init_kwargs["legacy"] = legacy  # save_pretrained would leave it out of tokenizer_config.json
     file = model_folder(name) / "tokenizer.json"
     if not file.is_file() or not hasattr(tokenizer, "backend_tokenizer") or _splits_as(tokenizer, file):
         return tokenizer
     options.pop("trust_remote_code", None)
     as_in_file = PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
-    for role, text in tokenizer.special_tokens_map.items():  # such as BOS, where only the class names it
+    for role, text in tokenizer.special_tokens_map.items():  # BOS may be a default of the class
         if getattr(as_in_file, role, None) is None:
             setattr(as_in_file, role, text)
     return as_in_file
 
 
 def _splits_as(tokenizer, file: Path) -> bool:
-    """Whether a tokenizer's normalizer and pre_tokenizer are those of a tokenizer.json."""
+    """Whether a tokenizer has the normalizer and the pre_tokenizer of a tokenizer.json."""
     from tokenizers import Tokenizer
 
     ours = tokenizer.backend_tokenizer
     stored = Tokenizer.from_file(str(file))
     pairs = [(ours.normalizer, stored.normalizer), (ours.pre_tokenizer, stored.pre_tokenizer)]
-    return all(one.__getstate__() == other.__getstate__() for one, other in pairs)  # as JSON; None has none
+    return all(one.__getstate__() == other.__getstate__() for one, other in pairs)  # JSON
 
 
 def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text, without BOS and EOS; special tokens that stand in a text are read as such."""
+    """The token ids of each text. No BOS or EOS is added; special tokens in a text are parsed."""
     texts = [whole_characters(text) for text in texts]
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
@@ -175,17 +172,16 @@ def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 class EncodedPair(NamedTuple):
     query: list[int]
     target: list[int]
-    is_apart: bool  # in a chat template, but encoded apart
+    is_apart: bool  # in a chat template, but encoded separately
 
 
 def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[EncodedPair]:
-    """The token ids of each (query, target, chat_template).
+    """The token ids of (query, target, chat_template) triples.
 
-    In a chat template the two are encoded as one text, and the target is what lies behind the tokens of the query.
-    A SentencePiece tokenizer such as Llama-2's writes a blank before each text, so a target alone would begin with
-    another token ("▁It") than the model sampled behind its prompt ("I"). Where the query's tokens are no beginning of
-    the whole, because a merge crosses the border, the two are encoded apart. So are they without a template, as in the
-    release.
+    In a chat template the two are encoded as one text, and the target is what follows the query's tokens. The
+    SentencePiece tokenizers of Llama-2 and Mistral put a space before every text, so a target encoded alone would
+    begin with "▁It" where the model had sampled "I". If the query's tokens are no prefix of the whole, because a merge
+    crosses the border, the two are encoded separately. So are rows without a template, as in the release.
     """
     queries = list(dict.fromkeys(query for query, _, _ in pairs))
     ids_of = dict(zip(queries, token_ids(tokenizer, queries), strict=True))
@@ -200,13 +196,13 @@ def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[Enco
 
 
 def special_texts(tokenizer) -> frozenset[str]:
-    """The texts that this tokenizer reads as special tokens, wherever they stand."""
+    """The texts that this tokenizer parses as special tokens."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return frozenset(filter(None, [*added, *tokenizer.all_special_tokens]))
 
 
 def without(texts: frozenset[str], text: str) -> str:
-    """A text without any of these texts, also without those that are only there once others have been taken out."""
+    """`text` with all `texts` removed, also those that only appear once others are removed."""
     if texts:
         while (shorter := _any_of(texts).sub("", text)) != text:
             text = shorter
@@ -220,9 +216,9 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 
 
 def model_setting(name: str) -> dict:
-    """A model as a setting of a stage: SHA-256 over all bytes of all files of its folder, but RECORDS.
+    """A model as a setting of a stage: its path, and SHA-256 over all files of its folder but RECORDS.
 
-    All bytes, because two models may differ in one token's row alone.
+    All bytes count, because two models may differ in the embedding of one token.
     """
     folder = model_folder(name)
     digest = hashlib.sha256()
@@ -236,7 +232,7 @@ def model_setting(name: str) -> dict:
 
 @functools.cache
 def _file_sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Of a file in this state: a program asks for the same model several times, and 14 GB take 15 s."""
+    """Cached, since a program asks for a model several times and 14 GB take 15 s."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -244,7 +240,7 @@ def _file_sha256(path: Path, size: int, mtime_ns: int) -> str:
 def load_for_training(
     name: str, *, dtype: "torch.dtype", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedModel":
-    """Load a causal LM from safetensors in this dtype. Of a multimodal model only the text part trains."""
+    """Load a causal language model for training. Of a multimodal model, only the text part trains."""
     model = load_model(name, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation)
     if model.generation_config is not None:
         try:
@@ -257,8 +253,7 @@ def load_for_training(
 
 
 def restore_rope(model: "PreTrainedModel") -> None:
-    """Compute RoPE's frequencies anew in fp32: transformers before 5.23 rounds them to half precision under ZeRO-3."""
-    # This function goes when requirements.txt asks for transformers 5.23.
+    """Recompute RoPE's frequencies in fp32: before 5.23, transformers rounds them to half precision under ZeRO-3."""
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -267,7 +262,7 @@ def restore_rope(model: "PreTrainedModel") -> None:
 
 
 def freeze_all_but_text(model: "PreTrainedModel") -> None:
-    """Freeze what a multimodal model has beside text: DDP needs a gradient for every weight that trains."""
+    """Freeze the non-text parts of a multimodal model: DDP needs a gradient for every weight that trains."""
     if model.config.get_text_config() is model.config:
         return
     parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))

@@ -1,8 +1,7 @@
 """Paged attention for the slot engine: one forward pass over the new tokens of many slots, without padding.
 
-Keys and values of the common prefix are stored once. Those of the tokens after it are stored in blocks. A `Step` says
-for each new token where its keys and values are stored and which tokens it attends to. The attention function at the
-end of this file reads it. It is registered with transformers under the name ATTENTION.
+Keys and values of the common prefix are stored once, those of all other tokens in blocks. A `Step` says for each new
+token where its keys and values go and which tokens it attends to.
 """
 
 import math
@@ -21,16 +20,16 @@ ATTENTION = "spag_paged"
 class LayerCache:
     """Keys and values of a layer: `prefix` (2, kv heads, tokens, size), `blocks` (2, blocks, kv heads, size, BLOCK).
 
-    With tokens last, the products of `blocks` with single queries are up to twice as fast on a CPU.
+    Tokens come last in `blocks` because products with single queries are then up to twice as fast on a CPU.
     """
 
     def __init__(self, keys: torch.Tensor, num_blocks: int):
-        """An empty cache. `keys` (1, kv heads, tokens, size) give its shape, type and device."""
+        """An empty cache with the shape, dtype and device of `keys` (1, kv heads, tokens, size)."""
         self.prefix = keys.new_zeros(2, keys.shape[1], 0, keys.shape[3])
         self.blocks = keys.new_zeros(2, num_blocks, keys.shape[1], keys.shape[3], BLOCK)
 
     def set_prefix(self, tokens: int) -> None:
-        """Copy the first `tokens` tokens of the blocks to the prefix, and remove all blocks."""
+        """Move the first `tokens` tokens of the blocks to the prefix, and drop all blocks."""
         self.prefix = self.tokens_in(slice(None))[:, :, :tokens].clone()
         self.blocks = self.blocks[:, :0].clone()
 
@@ -39,39 +38,32 @@ class LayerCache:
         return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
     def grow(self, num_blocks: int, limit: float) -> None:
-        """Grow to `num_blocks` blocks if there are fewer, and by a quarter more if `limit` allows it.
-
-        The limit is most of the free memory, which few or short games never need. A quarter more, because growing
-        copies the cache.
-        """
+        """Grow to at least `num_blocks` blocks, with a quarter to spare within `limit`, because growing copies."""
         old = self.blocks
         if num_blocks > old.shape[1]:
             more = max(num_blocks, int(min(num_blocks + num_blocks // 4, limit)))
-            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros: masked positions could otherwise hold NaN
+            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros: masked positions could hold NaN
             self.blocks[:, : old.shape[1]] = old
 
     def move_blocks(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         self.blocks.index_copy_(1, targets, self.blocks[:, sources])
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, step: "Step") -> None:
-        """Store the keys and values of a step, (1, kv heads, tokens, size) each."""
+        """Store the keys and values of a step: (1, kv heads, tokens, size) each."""
         blocks, offsets = step.slot_mapping
         self.blocks[:, blocks, :, :, offsets] = torch.cat([keys, values]).permute(2, 0, 1, 3)
-
-
-# Planning.
 
 
 class DecodeBatch:
     """Slots with one new token each, whose attention is computed together.
 
-    In the shapes, `slots` are those of this batch, and `used blocks` are all blocks up to the last one of these slots.
+    In shapes, `slots` are those of this batch, and `used blocks` all blocks up to the highest of these slots.
     """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
         self.size = len(slots)
         num_used = 1 + max(max(slot.block_table) for slot in slots)
-        # For each used block: the number of its slot in this batch, and the offset of the last token to attend to.
+        # For each used block: the index of its slot, and the offset of the last token to attend to
         owners = [0] * num_used
         last_offsets = [0] * num_used
         for number, slot in enumerate(slots):
@@ -80,25 +72,25 @@ class DecodeBatch:
                 last_offsets[block] = BLOCK - 1
             last_offsets[slot.block_table[-1]] = (slot.num_block_tokens - 1) % BLOCK
         self.owners = _indices(owners, device)  # (used blocks,); 0 for blocks of slots outside this batch
-        # The block tables, one after the other, and where each of them begins.
+        # all block tables concatenated, and where each begins
         self.block_tables = _indices([block for slot in slots for block in slot.block_table], device)
         starts = accumulate((len(slot.block_table) for slot in slots[:-1]), initial=0)
         self.table_starts = _indices(list(starts), device)  # (slots,)
-        # Masks are added to attention scores: 0 where a token attends, else -inf.
+        # masks are added to attention scores: 0 where a token attends, else -inf
         self.block_mask = _mask(last_offsets, BLOCK, device)  # (used blocks, BLOCK)
         lengths = [slot.num_prefix_tokens for slot in slots]
-        self.prefix_mask = None  # (slots, prefix) if some slots share only a part of the common prefix
+        self.prefix_mask = None  # (slots, prefix) if some slots use only part of the common prefix
         if min(lengths) < prefix_length:
             self.prefix_mask = _mask([length - 1 for length in lengths], prefix_length, device)
 
     def reduce(self, values: torch.Tensor, mode: str) -> torch.Tensor:
-        """The "sum" or "max" over the blocks of each slot: (used blocks, ...) to (slots, ...)."""
+        """Reduce (used blocks, ...) to (slots, ...), by "sum" or "max" over the blocks of each slot."""
         reduced = F.embedding_bag(self.block_tables, values.flatten(1), self.table_starts, mode=mode)
         return reduced.unflatten(1, values.shape[1:])
 
 
 class PrefillChunk:
-    """A slot with several new tokens. `end`: where they end among the new tokens of all slots."""
+    """A slot with several new tokens, which end at index `end` of the new tokens of all slots."""
 
     def __init__(self, slot: Slot, end: int, device: torch.device):
         self.tokens = slice(end - slot.num_new_tokens, end)
@@ -106,14 +98,14 @@ class PrefillChunk:
         self.num_block_tokens = slot.num_block_tokens
         self.block_table = _indices(slot.block_table, device)
         visible = torch.ones(slot.num_new_tokens, slot.new_positions.stop, dtype=torch.bool, device=device)
-        self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens); True where it attends
+        self.mask = visible.tril(slot.num_cached_tokens)  # (new tokens, cached + new tokens); True: attends
 
 
 class Step:
     """A forward pass over the new tokens of `slots`. Slots with one new token must come first."""
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, caches: dict[int, LayerCache], device: torch.device):
-        self.caches = caches  # by layer; the first forward pass adds them
+        self.caches = caches  # by layer; filled by the first forward pass
         self.num_blocks = 1 + max(max(slot.block_table) for slot in slots)
         self.layers_done: set[int] = set()
         new = [(slot, position) for slot in slots for position in slot.new_positions]
@@ -122,10 +114,10 @@ class Step:
         stored = [(slot, position - slot.num_prefix_tokens) for slot, position in new]
         blocks = _indices([slot.block_table[index // BLOCK] for slot, index in stored], device)
         offsets = _indices([index % BLOCK for _, index in stored], device)
-        self.slot_mapping = blocks, offsets  # (tokens,) each: the block of each new token, and its offset in the block
+        self.slot_mapping = blocks, offsets  # (tokens,) each: the block of a new token, and its offset there
         ends = list(accumulate(slot.num_new_tokens for slot in slots))
         sampled = [end - 1 for slot, end in zip(slots, ends, strict=True) if slot.is_complete]
-        self.logit_indices = _indices(sampled, device)  # (complete slots,): the new tokens whose logits are needed
+        self.logit_indices = _indices(sampled, device)  # (complete slots,): tokens whose logits are needed
         decodes = list(takewhile(lambda slot: slot.num_new_tokens == 1, slots))
         self.decodes = DecodeBatch(decodes, prefix_length, device) if decodes else None
         prefills = list(zip(slots, ends, strict=True))[len(decodes) :]
@@ -137,23 +129,18 @@ def _indices(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _mask(last: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
-    """(rows, size) mask: in row i, 0 up to column last[i] and -inf after it."""
+    """(rows, size) mask: row i is 0 up to column last[i], then -inf."""
     return torch.where(torch.arange(size, device=device) > _indices(last, device)[:, None], -math.inf, 0.0)
 
 
-# Attention.
-
-
 class UnknownAttention(RuntimeError):
-    """The model attends in a way that `_attend` does not compute."""
+    """The model's attention is not the one that `_attend` computes."""
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | None = None, **kwargs):
-    """The attention function. `query`, `key`, `value`: (1, heads, tokens, size). Returns (1, tokens, heads, size).
+    """Attention as transformers calls it. `query`, `key`, `value`: (1, heads, tokens, size).
 
-    A sliding window needs second masks for the layers that have it: `mask` of PrefillChunk, `block_mask` and
-    `prefix_mask` of DecodeBatch. Attention sinks (`s_aux`) belong into `highest` and `sums` of `_attend_decode`, and
-    `_attend_prefill` must compute its softmax itself. `can_hold` (tools/engine/slots.py) must then accept the model.
+    Returns (1, tokens, heads, size), and no weights.
     """
     layer = module.layer_idx
     if step is None:
@@ -179,7 +166,7 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
     """Attention of the tokens of a chunk: (new tokens, heads, size)."""
     in_blocks = cache.tokens_in(chunk.block_table)[:, :, : chunk.num_block_tokens]
     visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], in_blocks], 2)  # (2, kv heads, tokens, size)
-    # Repeat the heads here: with `enable_gqa` and a mask, torch on a GPU would keep all scores in memory.
+    # With `enable_gqa` and a mask, torch on a GPU would keep all scores in memory, so repeat the heads here.
     heads_per_key = queries.shape[1] // visible.shape[1]
     keys, values = visible.repeat_interleave(heads_per_key, dim=1).unsqueeze(1)  # (1, heads, tokens, size) each
     query = queries[chunk.tokens].transpose(0, 1)[None]
@@ -187,16 +174,16 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
 
 
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
-    """Attention of single tokens: (slots, heads, size). Rounds scores to half precision where eager attention does.
+    """Attention of single tokens: (slots, heads, size). Rounds to half precision where eager attention does.
 
-    torch's `scaled_dot_product_attention` wants equally long keys of each slot in one tensor. That would mean padding,
-    and a copy of the common prefix and of all blocks in each step.
+    `scaled_dot_product_attention` would need equally long keys in one tensor: padding, and a copy of the common prefix
+    and of all blocks in each step.
     """
     owners = batch.owners
     prefix_keys, prefix_values = cache.prefix
     keys, values = cache.blocks[:, : len(owners)]  # (used blocks, kv heads, size, BLOCK)
     kv_heads = keys.shape[1]
-    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, group, size); a group of heads has one key
+    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, group, size): one key for a group of heads
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, slots x group, prefix)
     to_prefix = to_prefix.float().unflatten(1, (batch.size, -1)).transpose(0, 1)
     if batch.prefix_mask is not None:

@@ -1,4 +1,4 @@
-"""The flags of models in this process. No torch."""
+"""The flags of models in this process, and the table of engines. No torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +14,7 @@ VLLM = "vllm"
 
 
 class EngineEntry(NamedTuple):
-    path: str  # module:Class of an Engine; it is imported when a model is loaded, because it brings torch
+    path: str  # module:Class of an Engine, imported when a model is loaded, because it imports torch
     help: str
 
 
@@ -33,8 +33,6 @@ DTYPES = ("bfloat16", "float16", "float32")  # by torch's names
 
 @dataclass(kw_only=True)
 class ModelFlags(FlagGroup):
-    """`dtype` is the type of the models' numbers; None: the one in each model's config."""
-
     dtype: str | None = flag(
         "type of the models' numbers; unset: the one in each model's config", default=None, choices=DTYPES
     )
@@ -55,8 +53,8 @@ class ModelFlags(FlagGroup):
 class EngineFlags(ModelFlags, Sampling):
     """How replies are computed.
 
-    A run may go on with another engine, for example on another machine: engines draw other tokens with the same
-    probabilities, up to rounding, and the record notes which engines have played.
+    A run may continue with another engine, for example on another machine: engines sample from the same probabilities,
+    up to rounding, and the record notes which engines have played.
     """
 
     tf32: bool = flag("True: compute float32 products in TF32 on GPUs that can", default=False)

@@ -11,13 +11,11 @@ from tools.engine.flags import GENERATE, EngineFlags
 from tools.engine.local import Codec, LocalModel, OwnEngine, Prompt
 from tools.players.player import Reply
 
-# Unless --per_device_eval_batch_size says otherwise. It is not chosen from memory: `slots_for_memory`
-# (tools/engine/memory.py) computes the sizes of caches as models of the slot engine have them.
-PROMPTS_AT_ONCE = 32
+PROMPTS_AT_ONCE = 32  # default batch; not chosen from memory, since the caches of odd models have unknown sizes
 
 
 class BatchEngine(OwnEngine):
-    """Answers requests batch after batch, with any causal language model. It runs until all have ended."""
+    """Answers requests batch by batch, with any causal language model. A batch runs until all replies have ended."""
 
     name = GENERATE
     size_limits_games = False
@@ -37,7 +35,7 @@ class BatchEngine(OwnEngine):
         self.waiting.append((request, prompt.text))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Answer the next batch, as Engine.run."""
+        """Answer the next batch."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
         encoded = [self.codec.encode(prompt) for _, prompt in batch]  # (token ids, whether the prompt was cut)
         rows = [torch.tensor(ids) for ids, _ in encoded]
@@ -54,15 +52,12 @@ class BatchEngine(OwnEngine):
         return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
 
     def _pad(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Rows of different lengths as one tensor, with zeros on the left."""
+        """Pad rows with zeros on the left: (batch, longest)."""
         return pad_sequence(rows, batch_first=True, padding_side="left").to(self.model.device)
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """UserError if a row of (rows, tokens) logits has NaN or +inf, or nothing but -inf.
-
-    Called by slots and generate before they take a token. vLLM gives out no logits, so there nothing checks them.
-    """
+    """UserError if a row of (rows, vocabulary) logits has NaN or +inf, or nothing but -inf."""
     if not logits.amax(-1).isfinite().all():  # a NaN is the maximum of its row
         raise UserError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
 

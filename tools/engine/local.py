@@ -1,8 +1,4 @@
-"""Language models in this process, and the players that speak with them.
-
-Weights are read from .safetensors files only, because pickled weights can run code when they are loaded. Code in a
-model folder runs only with --trust_remote_code True.
-"""
+"""Language models in this process, and the players that speak with them."""
 
 import asyncio
 import functools
@@ -32,22 +28,21 @@ from tools.games.chat import ChatTemplate
 from tools.games.prompts import ALL_THOUGHT_TAGS
 from tools.players.player import LENGTH, STOP, ModelPlayer, Reply, Sampling, Turn, draw_seed
 
-# All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes. If there
-# are more of them than cores, they sleep between tasks: on two cores a step of 24 games takes 1.6 times as long.
-# Python waits for this thread when it ends. So after Ctrl-C the program ends when the engine's `run` returns: slots
-# and vllm at the next end of a reply, generate at the end of its batch.
+# All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes; if they
+# outnumber the cores, they sleep between tasks, and on two cores a step of 24 games takes 1.6 times as long.
+# Python joins this thread at exit, so after Ctrl-C the program ends when the engine's `run` returns: slots and vllm
+# when a reply ends, generate when its batch ends.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 UNREADABLE = "\ufffd"
-# U+FFFD itself in the tokens of a vocabulary of characters, of byte fallback, and of a byte-level one.
+# U+FFFD as a token of its own, in byte fallback, and in byte-level vocabularies.
 UNREADABLE_TOKENS = (UNREADABLE, "<0xEF><0xBF><0xBD>", "ï¿½")
 
 
 class Codec:
-    """A model's tokenizer, which turns prompts into token ids and token ids into replies.
+    """Turns prompts into token ids and token ids into replies.
 
-    With a chat template, prompts come in the tokenizer's own, which adds BOS itself. `vocab_size`: tokens that the
-    model has embeddings of, where these are known.
+    `vocab_size` is the number of the model's embeddings, if known. A chat template writes BOS itself.
     """
 
     def __init__(
@@ -71,14 +66,10 @@ class Codec:
             self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """BOS and the token ids of a prompt, and whether it was cut: a prompt that is too long loses its beginning.
+        """The token ids of BOS and a prompt, and whether the prompt was cut.
 
-        Its end holds the last messages and the instruction. BOS is lost too, as in a row that training cuts on the
-        left (`encode` in dataloaders.py). `max_length` counts the reply, as that of training counts a row's target.
-        To lose old messages, and not the rules, leave messages out of the history before it becomes text: for play and
-        belief in `Turn.prompt` (tools/players/player.py), for rows in `play_prompt` and `training_prompt`
-        (tools/games/prompts.py). The messages that stay must be the same in play and rows.
-        UserError for a token that the model has no embedding of.
+        A prompt longer than max_length - max_new_tokens loses its beginning, BOS included, as a row that training cuts
+        on the left; its end holds the last messages and the instruction. UserError for a token without an embedding.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += token_ids(self.tokenizer, [prompt])[0]
@@ -87,13 +78,7 @@ class Codec:
         return ids[-limit:], len(ids) > limit
 
     def decode(self, ids: list[int], **known) -> Reply:
-        """The reply that these token ids are, up to the first end token. Other special tokens are left out.
-
-        `known`: all other fields of Reply that the engine knows, such as `prompt_cut`.
-        Only tokens end a reply. A stop text can be cut off here, but engines would compute on behind it. To stop
-        there, change `_append` in tools/engine/slots.py, `generation_config` in tools/engine/generate.py, and `start`
-        in tools/engine/vllm.py, which asks vLLM for no text. For servers change `_request` (tools/players/server.py).
-        """
+        """The reply up to the first end token, without other special tokens. `known` are further fields of Reply."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         thinking = self.sampling.thinking
@@ -108,11 +93,11 @@ class Codec:
         return self.tokenizer.decode(ids, **options)
 
     def _text_of_cut(self, ids: list[int]) -> str:
-        """The text of a reply that the limit has cut, without the tokens of a last character that is not whole.
+        """The text of a reply that the limit has cut, without an incomplete last character.
 
-        Such a character would be read as U+FFFD and learned as its bytes. A U+FFFD that the model wrote stays.
+        That would decode to U+FFFD, which the row would then teach. A U+FFFD that the model wrote stays.
         """
-        for dropped in range(4):  # a character in UTF-8 lacks at most its last three bytes
+        for dropped in range(4):  # an incomplete character in UTF-8 has at most three bytes
             kept = ids[: max(len(ids) - dropped, 0)]
             text = self._text(kept)
             last_tokens = filter(None, self.tokenizer.convert_ids_to_tokens(kept[-3:]))
@@ -122,34 +107,27 @@ class Codec:
 
     @functools.cached_property
     def unseen_ids(self) -> set[int]:
-        """The special tokens but for the tags of thoughts, which are special in some tokenizers."""
+        """The special tokens except thought tags, which are special in some tokenizers."""
         tokens = self.tokenizer.added_tokens_decoder.items()
         return {index for index, token in tokens if token.special and str(token) not in ALL_THOUGHT_TAGS}
 
 
 class LocalModel:
-    """A model on its device, with the codec between texts and tokens, as an engine computes with it."""
+    """A model on its device, and its codec."""
 
     def __init__(self, model, tokenizer, sampling: Sampling):
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model
         self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size)
         warn_of_positions(model.config, sampling.max_length)
-        # `generate` would take settings that we leave unset, such as a repetition penalty, from the model folder. Of
-        # its generation_config.json only the end tokens count, which Codec has. It is the same for vLLM
-        # (tools/engine/vllm.py); a server has defaults of its own.
+        # Otherwise `generate` would take settings that we leave unset, such as a repetition penalty, from the folder's
+        # generation_config.json. Of that, only the end tokens count, which Codec has.
         model.generation_config = GenerationConfig()
         self.computes_in = f"on {model.device} in {str(model.dtype).removeprefix('torch.')}"
 
 
 def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
-    """Load a model folder onto this process's device. UserError if weights are missing.
-
-    tools/evaluate_belief.py loads by this function too; vLLM does not. An option of loading, such as a
-    `quantization_config`, goes into the call of `load_model`, and its flag into ModelFlags (tools/engine/flags.py).
-    Results depend on it, so COMPUTING in tools/players/flags.py must name it, and `settings` and `measure` in
-    tools/evaluate_belief.py must take it over.
-    """
+    """Load a model folder onto this process's device. UserError if weights are missing."""
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
@@ -160,12 +138,9 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU: Apple's GPUs are not tested. UserError if others have all GPUs.
+    """The GPU of this process, or the CPU. UserError if there are fewer GPUs than processes.
 
-    All models of a process are on this one GPU. Engines run in turn in ENGINE_THREAD, so of two GPUs one would always
-    wait. A model that one GPU cannot hold can play in this process by vLLM alone, with --tensor_parallel_size.
-    For Apple's GPUs, `draw` (tools/engine/slots.py) must do without float64, and `_generators` (tools/engine/state.py)
-    must return their generator, which holds the seed.
+    All models of a process share this GPU: its engines take turns, so a second GPU would only wait.
     """
     if not torch.cuda.is_available():
         warn_of_idle_gpu()
@@ -174,58 +149,42 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-# Players.
-
-
 class Prompt(NamedTuple):
-    """A prompt, with the game that it is of.
-
-    A sampling parameter of each role is a further field, which `LocalPlayer.reply` fills from its Turn. Its flags
-    stand in Sampling (tools/players/player.py) without `neutral`: `drawing` gives all games the same values. These
-    must apply it to each request: `sample` in tools/engine/slots.py, by a field of Request
-    (tools/engine/scheduler.py); `run` in tools/engine/generate.py; `start` in tools/engine/vllm.py; `_request` in
-    tools/players/server.py.
-    """
-
     text: str
     game_index: int
-    seed: int = 0  # for vLLM; our own engines draw from the Batcher's state of torch
+    seed: int = 0  # for vLLM; our own engines draw from the Batcher's generator
 
 
 class Engine(Protocol):
-    """Computes the replies of one model to the requests of many games. ENGINES in flags.py lists the classes.
+    """Computes the replies of one model to the requests of many games.
 
-    A further engine is such a class and a line of ENGINES. It uses Codec, so that prompts, cuts and the ends of
-    replies are the same for all engines, and draws with `Sampling.drawing`. `choose_engine` (tools/players/make.py) or
-    AutoEngine (tools/engine/slots.py) choose it for `auto`, and `main` in tools/bench.py measures it. A package that
-    it needs stands in requirements.txt as a comment, and in RECORDED_PACKAGES (utils.py), so that records hold its
-    version.
+    All engines use Codec, so that prompts, cuts and the ends of replies are the same, and `Sampling.drawing`.
     """
 
     name: ClassVar[str]  # as in --engine
     codec: Codec
-    size: int  # requests that it computes at a time
-    computes_in: str  # device and type of numbers, for the log
-    # Whether there are at most `size` games. True where keys and values of a game are kept between its messages: those
-    # of more games could displace each other. Plain generate keeps none, so two models can both have a full batch.
+    size: int  # requests computed at once
+    computes_in: str  # device and dtype, for the log
+    # True if the keys and values of a game are kept between its messages, so that more than `size` games at once would
+    # evict each other's. Plain generate keeps none: there batch x models games keep one batch full.
     size_limits_games: ClassVar[bool]
 
     @classmethod
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> AbstractContextManager["StartEngine"]:
-        """Load one of the `models` models of a match, and free its memory when the block ends."""
+        """Load one of the `models` models of a match; its memory is freed when the block ends."""
 
     def start(self, request: int, prompt: Prompt) -> None:
-        """Queue a request, which has this number."""
+        """Queue a request under this number."""
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Compute until at least one reply has ended. Returns the (request, reply) pairs of the replies that ended."""
+        """Compute until at least one reply has ended. Returns (request, reply) pairs of ended replies."""
 
 
-StartEngine = Callable[[float], Engine]  # starts an engine of a loaded model, for at most so many games at once
+StartEngine = Callable[[float], Engine]  # from the largest number of games at once to an engine of a loaded model
 
 
 class OwnEngine(Engine):
-    """An engine over a model of transformers. The model stays loaded; each run of games has a new engine."""
+    """An engine over a transformers model, which stays loaded while each run of games gets a new engine."""
 
     @classmethod
     @contextmanager
@@ -234,17 +193,16 @@ class OwnEngine(Engine):
 
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> Engine:
-        """An engine of this model, one of `models`, for at most `limit` games at once."""
+        """An engine of this model, one of `models` in memory, for at most `limit` games at once."""
         raise NotImplementedError
 
 
 class Batcher:
     """Collects the requests of all games and runs the engines of a process in turn.
 
-    An engine runs when every live game waits for a reply, never on a timer. Therefore the same games with the same
-    seed get the same replies, unless the other player is a server, which answers at its own time. Of two engines, the
-    one with more open requests runs first: its batch is fuller. They run with this state of torch, from which our own
-    engines draw.
+    An engine runs when every live game waits for a reply, never on a timer, so the same games with the same seed get
+    the same replies (unless the other player is a server, which answers in its own time). Of two engines, the one with
+    more open requests runs first, because its batch is fuller. They run with this state of torch.
     """
 
     def __init__(self, state: TorchState):
@@ -254,7 +212,6 @@ class Batcher:
         self.runner: asyncio.Task | None = None
 
     async def submit(self, engine: Engine, prompt: Prompt) -> Reply:
-        """The engine's reply to a prompt."""
         self.requests += 1
         future = asyncio.get_running_loop().create_future()
         self.open.setdefault(engine, {})[self.requests] = future
@@ -285,16 +242,16 @@ class Batcher:
             return engine.run()
 
     async def _gather(self) -> int:
-        """Let the games go on until all of them wait for a reply. Returns the number of open requests."""
+        """Let the games run until all of them wait for a reply. Returns the number of open requests."""
         before = None
         while (now := sum(map(len, self.open.values()))) != before:
             before = now
-            await asyncio.sleep(0)  # lets all other tasks run that can
+            await asyncio.sleep(0)  # lets all other runnable tasks run
         return now
 
 
 class LocalPlayer(ModelPlayer):
-    """Plays with a model in this process. All local players of a process share one batcher."""
+    """Plays with a model in this process. All players of a process share one batcher."""
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine = engine
@@ -302,8 +259,6 @@ class LocalPlayer(ModelPlayer):
         self.seed = seed
         self.special_texts = special_texts(engine.codec.tokenizer)
         self.answers_at_once = engine.size
-        # Such an engine keeps the keys and values of a game between its messages; those of more games than its size
-        # would displace each other. Plain generate keeps none, so with two models the sum keeps both batches full.
         self.most_games = engine.size if engine.size_limits_games else math.inf
 
     async def reply(self, turn: Turn) -> Reply:

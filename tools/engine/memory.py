@@ -5,18 +5,16 @@ import os
 import psutil
 import torch
 
-MEMORY_SHARE = 0.7  # of the free memory is for games; the rest is for activations and fragmentation
-# The most games at once, however much memory there is:
-MOST_ON_GPU = 1024
+MEMORY_SHARE = 0.7  # of the free memory is for games, the rest for activations and fragmentation
+MOST_ON_GPU = 1024  # games at once, however much memory there is
 MOST_ON_CORES = 256
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """Slots of an engine, whose logits take at most a quarter of its memory, and tokens of its cache, the rest.
+    """The number of slots of an engine, and of the tokens in its cache.
 
-    All models of a match are loaded by then. Its `engines` get equal shares of what is free. The cache takes its
-    memory as games need it. If memory runs out in play, a smaller --per_device_eval_batch_size helps, because a slot
-    holds the tokens of one game; so does a smaller MEMORY_SHARE.
+    `engines` share the free memory equally; their models are loaded already. The logits of all slots take at most a
+    quarter of a share, the cache the rest.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES
@@ -25,7 +23,7 @@ def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
 
 
 def token_bytes(model) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -33,12 +31,12 @@ def token_bytes(model) -> int:
 
 
 def logit_bytes(model) -> int:
-    """Bytes of one prompt's logits while a token is sampled: four copies in float32."""
+    """Bytes of one slot's logits while a token is sampled: four copies in float32."""
     return 4 * 4 * model.config.get_text_config().vocab_size
 
 
 def _free_memory(model) -> int:
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # of the match before
+        torch.cuda.empty_cache()  # of the previous match
         return torch.cuda.mem_get_info(model.device)[0]
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

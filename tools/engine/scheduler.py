@@ -1,8 +1,8 @@
 """Which tokens the slot engine computes next: requests get slots, slots get blocks of the cache.
 
-Each game has a slot. The slot keeps the keys and values of the game's last prompt and reply. They are stored in blocks
-of BLOCK tokens, as in vLLM (Kwon et al. 2023, arXiv 2309.06180), so that a short game does not take the memory and
-time of a long one. This file only counts: it knows numbers of blocks, not what they hold.
+A slot keeps the keys and values of its game's last prompt and reply, in blocks of BLOCK tokens as in vLLM (Kwon et al.
+2023, arXiv 2309.06180), so that a short game does not take the memory and time of a long one. Only indices of blocks
+are handled here, not their content.
 """
 
 from collections import deque
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
 
-BLOCK = 32  # tokens of a block; larger blocks leave more places empty, smaller ones make longer block tables
-PREFILL_TOKENS = 2048  # maximum of prompt tokens in a step: bounds the memory of activations
+BLOCK = 32  # tokens of a block; larger blocks waste more memory, smaller ones make longer block tables
+PREFILL_TOKENS = 2048  # most prompt tokens of a step; bounds the memory of activations
 
 
 def num_blocks_for(tokens: int) -> int:
@@ -23,21 +23,18 @@ class Request:
     number: int
     prompt_ids: list[int]
     game: int
-    known: dict[str, Any]  # fields of its Reply that are known so far, by name; they survive preemption
+    known: dict[str, Any]  # fields of its Reply that are known already, by name
     reply: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Slot:
-    """The tokens of one game: first those whose keys and values are cached, then pending ones.
-
-    The pending tokens that the next step computes are the new tokens.
-    """
+    """The tokens of one game: cached ones, then pending ones, of which the next step computes the new tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    num_prefix_tokens: int = 0  # cached tokens that are stored in the common prefix; the others are stored in blocks
-    block_table: list[int] = field(default_factory=list)  # numbers of the blocks, in the order of the tokens
+    num_prefix_tokens: int = 0  # cached tokens stored in the common prefix; the others are in blocks
+    block_table: list[int] = field(default_factory=list)  # indices of the blocks, in the order of the tokens
     num_new_tokens: int = 0
     request: Request | None = None  # None: the slot is idle
     game: int | None = None  # None: the slot is empty
@@ -52,17 +49,17 @@ class Slot:
 
     @property
     def num_block_tokens(self) -> int:
-        """Number of tokens in blocks after the step: cached and new tokens, without the common prefix."""
+        """Tokens in blocks after the step: cached and new ones, without the common prefix."""
         return self.new_positions.stop - self.num_prefix_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether the new tokens are the last ones, so that the next token can be sampled after the step."""
+        """Whether no token is pending after the step, so that the next one can be sampled."""
         return self.new_positions.stop == len(self.token_ids)
 
 
 class BlockManager:
-    """Knows which blocks are free, and gives them to slots. Blocks are numbers from 0."""
+    """Allocates blocks, which are indices from 0."""
 
     def __init__(self):
         self.num_blocks = 0  # used and free blocks
@@ -73,7 +70,7 @@ class BlockManager:
         return self.num_blocks - len(self.free)
 
     def resize(self, block_table: list[int], tokens: int) -> None:
-        """Add or free blocks at the end of a block table, so that it has as many as `tokens` tokens need."""
+        """Append or free blocks at the end of a block table, so that `tokens` tokens fit."""
         count = num_blocks_for(tokens)
         while len(block_table) > count:
             self.free.append(block_table.pop())
@@ -84,10 +81,10 @@ class BlockManager:
             block_table.append(self.free.pop())
 
     def compact(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Give the blocks of busy slots the lowest numbers, so that a step can read them without a copy.
+        """Give busy slots the lowest blocks, so that a step can read them without a copy.
 
-        `busy` and `idle` are the block tables of those slots. Returns (targets, sources): the caller must move the
-        content of block sources[i] to block targets[i].
+        `busy` and `idle` are block tables. Returns (targets, sources): the content of block sources[i] must move to
+        block targets[i].
         """
         used = {block for table in busy for block in table}
         high = [block for block in used if block >= len(used)]
@@ -102,10 +99,9 @@ class BlockManager:
 class Scheduler:
     """Gives slots to requests (`admit`), and chooses the tokens of each step (`schedule`).
 
-    A request starts if its prompt and a reply of mean length fit in `block_limit` blocks. If replies turn out longer
-    and the cache is full, the requests that are cheapest to recompute are preempted: they lose their keys and values,
-    wait, and are computed again later. The sampled tokens stay in `Request.reply`, so none is drawn twice. A single
-    request may take more than `block_limit` blocks.
+    A request starts if its prompt and a reply of mean length fit in `block_limit` blocks. When the cache is full, the
+    requests cheapest to recompute are preempted: they lose their keys and values, and wait. Their sampled tokens stay
+    in `Request.reply`, so none is drawn twice. A single request may exceed `block_limit`.
     """
 
     def __init__(self, slots: int, *, block_limit: float, max_new_tokens: int):
@@ -114,7 +110,7 @@ class Scheduler:
         self.max_new_tokens = max_new_tokens
         self.waiting: deque[Request] = deque()
         self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
-        self.prefix: list[int] = []  # token ids of the common prefix, which takes no blocks
+        self.prefix: list[int] = []  # token ids of the common prefix
         self.block_manager = BlockManager()
         self.num_replies = self.num_reply_tokens = 0  # of finished replies
 
@@ -123,18 +119,16 @@ class Scheduler:
         return [slot for slot in self.slots if slot.request]
 
     def common_prefix(self) -> list[int]:
-        """The tokens with which the prompts of the first requests all begin."""
+        """The tokens with which all prompts of the first requests begin."""
         first = list(self.waiting)[: len(self.slots)]
         return list(commonprefix([request.prompt_ids[:-1] for request in first]))
 
-    # --- from requests to slots
-
     def admit(self) -> None:
-        """Give idle slots to requests: that of its game, or another if all expected replies fit in the cache."""
+        """Give each waiting request the idle slot of its game, or another if all expected replies fit in the cache."""
         if not self.waiting:
             return
         slot_of_game = {slot.game: slot for slot in self.idle}
-        # Requests whose game has an idle slot go first, so that no other request takes that slot.
+        # requests whose game has an idle slot first, so that no other request takes that slot
         requests = sorted(self.waiting, key=lambda request: request.game not in slot_of_game)[: len(self.idle)]
         expected = [self._expected_blocks(len(slot.token_ids) - slot.num_prefix_tokens) for slot in self.busy]
         free = self.block_limit - sum(expected)
@@ -162,18 +156,16 @@ class Scheduler:
         self.waiting.remove(request)
 
     def _expected_blocks(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens and a reply of mean length, or of maximum length until a reply has ended."""
+        """Blocks for `tokens` tokens and a reply of mean length; of maximum length until a reply has ended."""
         if not self.num_replies:
             return num_blocks_for(tokens + self.max_new_tokens)
         return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
 
-    # --- a step
-
     def schedule(self) -> tuple[list[Slot], tuple[list[int], list[int]]]:
-        """Choose the new tokens: one for every running reply, and at most PREFILL_TOKENS of prompts.
+        """Choose the new tokens: one of every running reply, and at most PREFILL_TOKENS of prompts.
 
-        Returns the slots that have new tokens, those with the fewest pending tokens first, and the moves of blocks
-        (targets, sources) that must be made before the step.
+        Returns the slots with new tokens, those with the fewest pending tokens first, and the moves of blocks
+        (targets, sources) to make before the step.
         """
         while True:
             slots = sorted(self.busy, key=lambda slot: slot.num_pending_tokens)
@@ -190,7 +182,7 @@ class Scheduler:
         return [slot for slot in slots if slot.num_new_tokens], moves
 
     def _make_room(self, slots: list[Slot]) -> bool:
-        """Whether the new tokens fit, after clearing idle slots as needed. If not, one of `slots` is preempted."""
+        """Clear idle slots until the new tokens fit. If they never do, preempt one of `slots` and return False."""
         more = sum(num_blocks_for(slot.num_block_tokens) - len(slot.block_table) for slot in slots)
         for slot in self.idle:
             if self.block_manager.num_used + more > self.block_limit:
@@ -213,7 +205,7 @@ class Scheduler:
         slot.request = slot.game = None
 
     def finish(self, slot: Slot) -> None:
-        """Make a slot idle whose reply has ended. It keeps the game's tokens until another game needs the room."""
+        """Make a slot idle whose reply has ended. It keeps the game's tokens until the memory is needed."""
         self.num_replies += 1
         self.num_reply_tokens += len(slot.request.reply)
         slot.request = None
@@ -221,5 +213,5 @@ class Scheduler:
 
 
 def _num_common(cached: list[int], token_ids: list[int]) -> int:
-    """How many of the first `token_ids` are cached, without the last one, since its logits must be computed."""
+    """The length of the common beginning, without the last token, whose logits must be computed."""
     return len(commonprefix([cached, token_ids[:-1]]))  # `commonprefix` works on lists too

@@ -1,11 +1,9 @@
 """The slot engine: continuous batching in which every game keeps its keys and values between its prompts.
 
 The next prompt of a game, for either role, begins with the same rules and history, so only the tokens after them are
-computed. (With a chat template, the prompts of the two roles share only the rules.) The common prefix, with which the
-prompts of all games begin, is computed and stored once. A step is one forward pass over one token of every running
-reply and tokens of new prompts, which scheduler.py chooses. When a reply ends, its slot can take the next request.
-
-The model is transformers' own. Only its attention function is replaced, by the one in attention.py.
+computed. (In a chat template the prompts of the two roles share only the rules.) The common prefix of all prompts is
+computed and stored once. A step is one forward pass over one token of every running reply and some tokens of new
+prompts. The model is transformers' own, with another attention function.
 """
 
 import logging
@@ -31,7 +29,6 @@ class SlotEngine(OwnEngine):
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
     Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
-    tests/test_engine.py compares its replies with those of transformers' `generate`.
     """
 
     name = SLOTS
@@ -63,7 +60,7 @@ class SlotEngine(OwnEngine):
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each length of a prompt
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each prompt length
         if not self.caches:
             self._compute_prefix()
         while True:
@@ -72,10 +69,7 @@ class SlotEngine(OwnEngine):
                 return finished
 
     def _compute_prefix(self) -> None:
-        """Compute and store what all first prompts have in common, once: their rules, which stay the same.
-
-        Each run of games has a new engine (OwnEngine). A later prompt that begins in another way uses a part of it.
-        """
+        """Compute and store the common beginning of the first prompts. Later prompts may use a part of it."""
         prefix = self.scheduler.prefix = self.scheduler.common_prefix()
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))
@@ -85,7 +79,7 @@ class SlotEngine(OwnEngine):
                 cache.set_prefix(len(prefix))
 
     def step(self) -> list[tuple[int, Reply]]:
-        """One forward pass and a token for each complete slot. Returns (request, reply) pairs of ended replies."""
+        """One forward pass, and a token for each complete slot. Returns (request, reply) pairs of ended replies."""
         slots, (targets, sources) = self.scheduler.schedule()
         targets = torch.tensor(targets, device=self.model.device)
         sources = torch.tensor(sources, device=self.model.device)
@@ -102,10 +96,10 @@ class SlotEngine(OwnEngine):
         return [reply for reply in replies if reply]
 
     def forward(self, slots: list[Slot], *, prefix_length: int) -> torch.Tensor:
-        """Compute the new tokens. Returns float32 logits of the next tokens: (complete slots, vocabulary)."""
+        """Compute the new tokens. Returns float32 logits: (complete slots, vocabulary)."""
         step = Step(slots, prefix_length, self.caches, self.model.device)
 
-        # Compute logits only where a token is sampled. (Not every model knows transformers' `logits_to_keep`.)
+        # Logits only where a token is sampled. (Not every model knows `logits_to_keep`.)
         def select(module, args):
             return args[0][:, step.logit_indices], *args[1:]
 
@@ -116,7 +110,7 @@ class SlotEngine(OwnEngine):
             handle.remove()
 
     def sample(self, slots: list[Slot], logits: torch.Tensor) -> list[int]:
-        """A token for each of these slots. `logits`: (slots, vocabulary)."""
+        """A token for each slot. `logits`: (slots, vocabulary)."""
         check_logits(logits)
         sampling = self.codec.sampling
         stop_ids = [token for token in self.codec.stop_ids if token < logits.shape[-1]]
@@ -142,7 +136,7 @@ class SlotEngine(OwnEngine):
 
 
 class AutoEngine(OwnEngine):
-    """`--engine auto` without vLLM: the slot engine if it can run the model, else plain batches."""
+    """The slot engine if it can run the model, else plain batches."""
 
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> SlotEngine | BatchEngine:
@@ -160,26 +154,19 @@ def _compute(model, step: Step) -> torch.Tensor:
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
     """Draw one index for each row of (rows, choices) probabilities.
 
-    Uses one random number for each row. torch.multinomial uses one for each choice, which is slow on a CPU. Sums are
-    float64, because float32 would lose the small probabilities of a large vocabulary.
-
-    One generator draws for all rows, so a draw depends on the games beside it: on memory, batch size and processes.
-    For draws that depend on the game alone, as in vLLM, each Request needs a generator of its own, made of
-    `Prompt.seed` (tools/engine/local.py), and each row a number from it. `generate` takes no such generators.
+    One random number a row: torch.multinomial uses one a choice, which is slow on a CPU. Sums are float64, because
+    float32 would lose the small probabilities of a large vocabulary. One generator draws for all rows, so a draw
+    depends on the games beside it.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     totals = sums[:, -1:]
     drawn = torch.rand(totals.shape, dtype=totals.dtype, device=totals.device) * totals
-    # The first index whose sum is larger than the drawn number. Its probability is never 0.
+    # the first index whose sum is larger than the drawn number; its probability is never 0
     return torch.searchsorted(sums, drawn, right=True)[:, 0]
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The changes to logits that `generate` makes before it samples, in the same order.
-
-    They see no earlier tokens: `SlotEngine.sample` passes None. A repetition penalty would also have to change
-    `sample`, where a slot's `token_ids` are its prompt and reply so far.
-    """
+    """The changes to logits that `generate` makes before it samples, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -193,9 +180,8 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
 def can_hold(model, max_length: int) -> bool:
     """Whether the slot engine can run a model with prompts and replies of `max_length` tokens in all.
 
-    Every layer must attend to all earlier tokens, through transformers' attention interface. Keys and values must have
-    the same size. The frequencies of rotary positions must not change with the length of a sequence, because cached
-    keys stay as they were rotated. A further kind of attention needs `_attend` in tools/engine/attention.py as well.
+    Every layer must attend to all earlier tokens through transformers' attention interface, with keys and values of
+    the same size. Rotary frequencies must not depend on the sequence length, since cached keys are not rotated again.
     """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -214,7 +200,7 @@ def can_hold(model, max_length: int) -> bool:
 
 @torch.inference_mode()
 def _can_attend(model) -> bool:
-    """Whether our attention function computes this model's attention. Tried with a pass over one token."""
+    """Whether our attention function computes this model's attention, tried with a pass over one token."""
     slot = Slot(token_ids=[0], block_table=[0], num_new_tokens=1)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)

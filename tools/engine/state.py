@@ -1,4 +1,4 @@
-"""What engines change of torch in the whole process. Whoever calls `spag.play` gets it back as it was."""
+"""The process-wide state of torch that engines change: random generators, matmul precision, cuDNN attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,19 +7,16 @@ import torch
 
 
 class TorchState:
-    """The state of torch with which engines compute: random numbers of their own, and a precision of products.
-
-    `precision` is "highest" or "high", as torch.set_float32_matmul_precision takes it. "high" is TF32.
-    """
+    """A state of torch of the engines' own: random generators, and a matmul precision ("highest", or "high": TF32)."""
 
     def __init__(self, seed: int = 0, precision: str = "highest"):
         self.seed = seed
         self.precision = precision
-        self.rng_states: dict[torch.device, torch.Tensor] = {}  # after the last use, by device
+        self.rng_states: dict[torch.device, torch.Tensor] = {}  # by device, after the last use
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within this block torch has our state. After it torch has the caller's: seed, precision, cuDNN attention."""
+        """Within this block torch has our state; afterwards the caller's is restored."""
         generators = _generators()
         callers = [generator.get_state() for generator in generators]
         cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
@@ -39,7 +36,7 @@ class TorchState:
 
 
 def _generators() -> list[torch.Generator]:
-    """The global generators of the CPU and of this thread's GPU. A GPU that is not in use yet is left alone."""
+    """The global generators of the CPU and of this thread's GPU, if CUDA has started."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -48,7 +45,7 @@ def _generators() -> list[torch.Generator]:
 
 @contextmanager
 def _precision(precision: str) -> Iterator[None]:
-    """Compute float32 products in this precision, and afterwards in the caller's."""
+    """Within this block float32 products have this precision."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     callers = [backend.fp32_precision for backend in backends]
     try:

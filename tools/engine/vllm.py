@@ -1,7 +1,4 @@
-"""vLLM in this process (`--engine vllm`). It gets token ids and a seed for each request, and returns token ids.
-
-So Codec (tools/engine/local.py) turns prompts into token ids and token ids into replies, as for our own engines.
-"""
+"""vLLM in this process (`--engine vllm`): token ids and a seed for each request, token ids back."""
 
 import functools
 import importlib.util
@@ -24,17 +21,14 @@ if TYPE_CHECKING:
     from tools.engine.local import Prompt, StartEngine  # bring torch
 
 logger = logging.getLogger(__name__)
-# README.md, configs/qwen3_4b.md, tools/engine/README.md and requirements.txt name this version too; the last one also
-# names the version of transformers that vLLM brings. Where vLLM is installed, tests/test_vllm.py plays with it.
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
-PROMPTS_AT_ONCE = 256  # unless --per_device_eval_batch_size says otherwise
+PROMPTS_AT_ONCE = 256  # default of --per_device_eval_batch_size
 MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
-# 0: the engine runs in this process. vLLM then schedules the same requests in the same way in each run.
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-# Other variables that vLLM reads, unless the user has set them.
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: no child process, so each run schedules the requests alike
+# Defaults of environment variables that vLLM reads.
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-# vLLM must not take this process for a rank of its own, nor its store for torchrun's. With expandable segments, which
-# the loop sets for training, vLLM's all-reduce over several GPUs fails.
+# Prefixes of variables that vLLM must not see: torchrun's, or it would join torchrun's store as a rank; and expandable
+# segments, which the loop sets for training and with which vLLM's all-reduce over several GPUs fails.
 HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 
 
@@ -44,11 +38,11 @@ def has_vllm() -> bool:
 
 @functools.cache
 def claim_gpus(number: int) -> None:
-    """Limit this process, once, to its `number` GPUs, and set the variables that vLLM reads when it is imported."""
+    """Limit this process to its own `number` GPUs, and set the variables that vLLM reads at import."""
     import torch
 
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
-    # device_count does not start CUDA, unlike is_available; a start fixes the GPUs that a process sees.
+    # device_count, unlike is_available, does not start CUDA, which would fix the GPUs that this process sees.
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     if torch.cuda.device_count():  # vLLM also runs on CPUs
@@ -58,7 +52,7 @@ def claim_gpus(number: int) -> None:
 
 
 class VLLMEngine:
-    """Answers requests with vLLM's LLMEngine, `size` at once; `models` engines share the GPUs of this process."""
+    """Answers `size` requests at once by vLLM's LLMEngine; `models` engines share the GPUs of this process."""
 
     name = VLLM
     size_limits_games = True
@@ -81,31 +75,28 @@ class VLLMEngine:
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
-        # --generation-config vllm: sampling parameters that we leave unset must not come from the model folder.
+        # --generation-config vllm: no sampling parameters from the model folder
         argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
         argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        # The most tokens of a step bound the memory of activations, as PREFILL_TOKENS in tools/engine/scheduler.py.
+        # the tokens of a step bound the memory of activations
         argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
-        # safetensors alone: pickled weights could run code
+        # safetensors only: pickled weights could run code
         argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
         argv += ["--disable-log-stats", "--no-use-tqdm-on-load"]
         if flags.trust_remote_code:
             argv.append("--trust-remote-code")
         argv += ["--language-model-only"]  # a trained multimodal model has no image processor
-        # The start of a second engine in this process deletes the CUDA graphs of the first: its replies are nonsense.
+        # A second engine in this process deletes the CUDA graphs of the first, whose replies then are nonsense.
         if models > 1 and flags.tensor_parallel_size == 1:
             argv += ["--enforce-eager"]
-        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])  # of a flag that is there twice, the last counts
-        self.waiting: deque[tuple] = deque()  # what `add_request` takes
+        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])  # of a repeated flag the last one counts
+        self.waiting: deque[tuple] = deque()  # arguments of `add_request`
         self.prompt_cut: dict[str, bool] = {}
 
     @classmethod
     @contextmanager
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> Iterator["StartEngine"]:
-        """Start the only engine of this model, which takes the memory of a GPU until the block ends.
-
-        Its size is fixed at this start, so a limit of games does not change it.
-        """
+        """The engine of this model, which holds its memory until the block ends. Its size is fixed at the start."""
         engine = cls(folder, flags, flags.per_device_eval_batch_size or PROMPTS_AT_ONCE, models)
         yield lambda limit: engine
         engine.end()
@@ -140,16 +131,16 @@ class VLLMEngine:
         return replies
 
     def end(self) -> None:
-        """Free the memory of the model and its cache. The engine cannot be used any more."""
+        """Free the memory of the model and its cache."""
         self.llm.engine_core.shutdown()
         del self.llm
 
 
 def _start(argv: list[str]):
-    """An LLMEngine with these flags of `vllm serve`, which does not see the variables of the launcher.
+    """An LLMEngine with these flags of `vllm serve`, started without the variables of the launcher.
 
-    If it does not start, whatever the reason, its traceback is logged, and a UserError names the other engines. None
-    of them takes over, not even for `--engine auto`: a person decides whether play may be slower.
+    If it does not start, its traceback is logged and a UserError names the other engines. None of them takes over, not
+    even for `--engine auto`: whether play may be slower is the user's choice.
     """
     names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
     hidden = {name: os.environ.pop(name) for name in names}

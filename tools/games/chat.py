@@ -14,7 +14,7 @@ from tools.games import prompts
 from tools.games.game import History
 from tools.games.prompts import ASSISTANT, SYSTEM, USER, chat_messages
 
-EMPTY = "..."  # takes the place of an empty message in templates that refuse one
+EMPTY = "..."  # replaces an empty message in templates that refuse one
 SPEAKERS = (SYSTEM, USER, ASSISTANT, USER, ASSISTANT)
 SAMPLE = [{"role": role, "content": f"Text {number} of {role}"} for number, role in enumerate(SPEAKERS)]
 
@@ -22,10 +22,10 @@ SAMPLE = [{"role": role, "content": f"Text {number} of {role}"} for number, role
 class ChatTemplate:
     """The chat template of a tokenizer. `end_id` is the token that ends a reply; errors call the model `name`.
 
-    Rendering SAMPLE shows what the template writes around a reply; no setting of a tokenizer says it.
-    With `thinking` the template asks for thoughts, and one that it opens itself begins in the prompt. UserError if
-    there is no template, if it leaves out a message, if replies begin with a text that the model has to write, or if,
-    without `thinking`, with a thought.
+    What the template writes around a reply is found by rendering SAMPLE, since no setting of a tokenizer says it. With
+    `thinking` the template asks for thoughts; if it opens the thought itself, the opening tag is part of the prompt.
+    UserError if there is no template, if it leaves out a message, or if replies begin with other text, such as a
+    channel name, or, without `thinking`, with a thought.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, thinking: bool = False):
@@ -36,7 +36,7 @@ class ChatTemplate:
         self.has_system = self._shows_system_messages()
         system, *talk = SAMPLE
         *before, answer = talk
-        # Mistral's templates show a system message only in the user's last message, so ask for it without a reply.
+        # Mistral's templates show the system message only in the last message of the user.
         with_system = self._render([system, talk[0]])
         prompt = self._render(before)
         conversation = self._render(talk, reply_follows=False)
@@ -67,10 +67,10 @@ class ChatTemplate:
             raise UserError(f"{self.name}: its chat template leaves out messages; leave out --chat_template")
 
     def _target_start(self, prompt: str, before_answer: str) -> str:
-        """What a target without a thought has before its message; often nothing.
+        """What a target without a thought has before its message; usually empty.
 
-        It is what the template writes between prompt and answer, such as an empty thought. If the prompt opens a
-        thought, it is the closing tag. UserError for a text that the other player would read.
+        It is what the template writes between prompt and answer, such as an empty thought, or the closing tag if the
+        prompt opens a thought. UserError for text that the other player would read.
         """
         written = before_answer.removeprefix(prompt) if before_answer.startswith(prompt) else ""
         shown = str(self.tokenizer.decode(self._ids(written), skip_special_tokens=True))
@@ -84,10 +84,10 @@ class ChatTemplate:
         return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
 
     def _ending_token(self, after_answer: str) -> int:
-        """The token that ends a reply: the first added one which the template writes after an answer, else EOS.
+        """The token that ends a reply: the first added token that the template writes after an answer, else EOS.
 
-        In many chat models this is not the tokenizer's EOS. Blanks and line breaks do not count, though GPT-NeoX and
-        Gemma have added tokens for them: a reply would stop at its first empty line.
+        In many chat models this is not the tokenizer's EOS. Whitespace does not count: GPT-NeoX and Gemma have added
+        tokens for it, and replies would stop at their first empty line.
         """
         added = self.tokenizer.added_tokens_decoder
         for token in self._ids(after_answer):
@@ -109,11 +109,10 @@ class ChatTemplate:
         return self._render(chat_messages(history, role, rules, request))
 
     def row(self, row: dict) -> dict:
-        """A row with complete texts. The query of a game row is complete already; that of an SFT row is rendered.
+        """A row whose texts include all special tokens, marked by `chat_template`; an already marked row is unchanged.
 
-        A target with a thought (`thought`) is exactly what the model wrote and gets only the end token. A row with
-        `chat_template` has been through this and stays as it is. `encode` in dataloaders.py adds no BOS and no EOS to
-        such a row.
+        The query of a game row is rendered already, that of an SFT row is rendered here. A target with a `thought` is
+        exactly what the model wrote, so only the end token is added.
         """
         if row.get("chat_template"):
             return row
@@ -127,9 +126,9 @@ class ChatTemplate:
         return row | {"query": query, "target": target, "chat_template": True}
 
     def _render(self, messages: list[dict[str, str]], *, reply_follows: bool = True) -> str:
-        """The text of these messages. A template without system messages gets their text in the first user message.
+        """The rendered messages. If the template has no system messages, their text goes into the first user message.
 
-        An empty message stays empty unless the template refuses it: then all messages are stripped, and empty ones
+        An empty message stays empty unless the template refuses it; then all messages are stripped, and empty ones
         become EMPTY.
         """
         if not self.has_system and messages[0]["role"] == SYSTEM:
