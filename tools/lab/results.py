@@ -1,8 +1,8 @@
-"""The table and the picture of a study, from its stored seeds:
+"""The table and the picture of a study, from its stored seeds.
 
     python -m tools.lab.results configs/arms/mechanism.toml data/results/mechanism
 
-reads FOLDER/seedN.json, and writes FOLDER/table.md and, if the file of arms names measures for it, FOLDER/picture.svg.
+Reads FOLDER/seedN.json, and writes FOLDER/table.md and, if the file of arms names measures for it, FOLDER/picture.svg.
 """
 
 import argparse
