@@ -21,10 +21,7 @@ class BatchEngine(OwnEngine):
     size_limits_games = False
 
     def __init__(self, local: LocalModel, batch_size: int):
-        self.codec = local.codec
-        self.model = local.model
-        self.size = batch_size
-        self.computes_in = local.computes_in
+        super().__init__(local, batch_size)
         self.waiting: deque[tuple[int, str]] = deque()  # (request, prompt)
 
     @classmethod

@@ -77,8 +77,8 @@ class Codec:
         check_token(max(ids, default=0), self.tokenizer, self.vocab_size)
         return ids[-limit:], len(ids) > limit
 
-    def decode(self, ids: list[int], **known) -> Reply:
-        """The reply up to the first end token, without other special tokens. `known` are further fields of Reply."""
+    def decode(self, ids: list[int], *, prompt_cut: bool = False) -> Reply:
+        """The reply up to the first end token, without other special tokens."""
         end = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
         tokens = len(ids) if end is None else end + 1
         thinking = self.sampling.thinking
@@ -86,7 +86,7 @@ class Codec:
         text = self._text_of_cut(ids) if end is None else self._text(ids)
         finish_reason = LENGTH if end is None else STOP
         make = Reply.read if thinking else Reply
-        return make(text, finish_reason, tokens, **known)
+        return make(text, finish_reason, tokens, prompt_cut=prompt_cut)
 
     def _text(self, ids: list[int]) -> str:
         options = {"skip_special_tokens": not self.sampling.thinking, "clean_up_tokenization_spaces": False}
@@ -185,6 +185,12 @@ StartEngine = Callable[[float], Engine]  # from the largest number of games at o
 
 class OwnEngine(Engine):
     """An engine over a transformers model, which stays loaded while each run of games gets a new engine."""
+
+    def __init__(self, local: LocalModel, size: int):
+        self.codec = local.codec
+        self.model = local.model
+        self.size = size
+        self.computes_in = local.computes_in
 
     @classmethod
     @contextmanager

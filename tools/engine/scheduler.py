@@ -8,7 +8,6 @@ are handled here, not their content.
 from collections import deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import Any
 
 BLOCK = 32  # tokens of a block; larger blocks waste more memory, smaller ones make longer block tables
 PREFILL_TOKENS = 2048  # most prompt tokens of a step; bounds the memory of activations
@@ -23,7 +22,7 @@ class Request:
     number: int
     prompt_ids: list[int]
     game: int
-    known: dict[str, Any]  # fields of its Reply that are known already, by name
+    prompt_cut: bool
     reply: list[int] = field(default_factory=list)
 
 

@@ -35,10 +35,7 @@ class SlotEngine(OwnEngine):
     size_limits_games = True
 
     def __init__(self, local: LocalModel, slots: int, cache_tokens: int = 1 << 30):
-        self.codec = local.codec
-        self.model = local.model
-        self.size = slots
-        self.computes_in = local.computes_in
+        super().__init__(local, slots)
         sampling = local.codec.sampling
         self.model.set_attn_implementation(ATTENTION)
         pack_weights(self.model)
@@ -56,7 +53,7 @@ class SlotEngine(OwnEngine):
 
     def start(self, request: int, prompt: Prompt) -> None:
         ids, prompt_cut = self.codec.encode(prompt.text)
-        self.scheduler.waiting.append(Request(request, ids, prompt.game_index, {"prompt_cut": prompt_cut}))
+        self.scheduler.waiting.append(Request(request, ids, prompt.game_index, prompt_cut))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
@@ -132,7 +129,7 @@ class SlotEngine(OwnEngine):
             slot.token_ids.append(token)
             return None
         self.scheduler.finish(slot)
-        return request.number, self.codec.decode(request.reply, **request.known)
+        return request.number, self.codec.decode(request.reply, prompt_cut=request.prompt_cut)
 
 
 class AutoEngine(OwnEngine):

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tools.common.errors import UserError, user_errors
-from tools.common.models import chat_text, without
+from tools.common.models import chat_text, token_ids, without
 from tools.games import prompts
 from tools.games.game import History
 from tools.games.prompts import ASSISTANT, SYSTEM, USER, chat_messages
@@ -102,7 +102,7 @@ class ChatTemplate:
         return before_end + end_token if found else end_token
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids(self.tokenizer, [text])[0]
 
     def join_play_prompt(self, history: History, role: str, rules: str, request: str) -> str:
         """The prompt of play, up to where the reply begins."""
