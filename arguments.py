@@ -8,6 +8,7 @@ import copy
 import math
 import os
 import sys
+import warnings
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
 from dataclasses import Field, dataclass, field, make_dataclass
 from functools import cached_property
@@ -219,6 +220,8 @@ class SPAGArguments(MethodArguments):
     @cached_property
     def _setup_devices(self) -> torch.device:
         """The device of this process. On a CPU it tells accelerate about DeepSpeed, which the Trainer does not."""
+        # torch's about the calls of DeepSpeed's ZeRO-3, for each parameter and micro-batch
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if self.deepspeed and "LOCAL_RANK" not in os.environ:  # without torchrun, DeepSpeed would look for MPI
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port

@@ -37,7 +37,7 @@ from tools.common.models import (
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
 from tools.common.records import stage
-from trainers import REFERENCE, TRAIN_METHODS, SPAGTrainer
+from trainers import TRAIN_METHODS, SPAGTrainer
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = LORA_ARGUMENTS["lora_target_modules"]
@@ -100,7 +100,7 @@ def run(trainer: SPAGTrainer) -> None:
     The model of the last step is saved, or with --load_best_model_at_end the best checkpoint.
 
     --push_to_hub uploads OUTPUT_DIR at `save_model`, and by default at each checkpoint, without the folders
-    checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and the stored
+    checkpoint-N and names that begin with "_". So settings.json, with the paths of data and models, and the
     reference's numbers are uploaded too. What is written after `save_model`, such as the folder merged, is not.
     """
     args = trainer.args
@@ -117,7 +117,8 @@ def run(trainer: SPAGTrainer) -> None:
     if args.lora_merge:
         on_rank_0(lambda: merge_lora(trainer))  # without a time limit for the other ranks
     if trainer.is_world_process_zero():
-        Path(args.output_dir, f"{REFERENCE}.npy").unlink(missing_ok=True)
+        for name in trainer.data_collator.tables:
+            Path(args.output_dir, f"{name}.npy").unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     # The last file, and the first of RESULT_FILES: `stage` takes no training for finished that lacks it. What
     # else a training shall leave is written above.

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 import train
 from arguments import parse_arguments
-from dataloaders import SPAGCollator
 
 
 def one_step(words: list[str], gpu: PretendGPU | None) -> tuple:
@@ -18,11 +17,9 @@ def one_step(words: list[str], gpu: PretendGPU | None) -> tuple:
     if gpu:
         gpu.move(trainer.model)
         trainer.args.__dict__["_setup_devices"] = DEVICE
-    rows, collate = trainer.train_dataset, SPAGCollator(trainer.processing_class)
+    rows, collate = trainer.train_dataset, trainer.data_collator
     if trainer.args.ref_model_name_or_path:
-        with trainer._reference_model() as (model, module):
-            trainer.ref_logprobs = torch.zeros(len(rows), device=trainer.args.device)
-            trainer._reference_pass(rows, model, module)
+        collate.tables["ref_logprobs"] = trainer.compute_reference(rows)
     trainer.state.max_steps = 1
     batches = iter([collate([rows[start + index] for index in range(4)]) for start in (0, 4)])
     batches, counts = trainer.get_batch_samples(batches, 2, trainer.args.device)

@@ -119,11 +119,8 @@ class Sampling(FlagGroup):
 class Reply:
     """One message of a player. With --thinking True, `thought` and `text` together are exactly what it wrote.
 
-    A further field has a default, for players that do not know it. Engines give it to `Codec.decode`
-    (tools/engine/local.py), and ServerPlayer sets it in `_read`. Play stores it, unless it is None.
-    There are no log-probabilities of the sampled tokens: the loss needs those at temperature 1 over all tokens, but
-    play draws with temperature and top_k. `prepare_reference` in trainers.py computes them. Nor is there the prompt:
-    `play_prompt` in tools/games/prompts.py makes it from an episode again.
+    A field that is None is not stored. There are no log-probabilities of the sampled tokens: the loss needs those at
+    temperature 1 over all tokens, but play draws with temperature and top_k.
     """
 
     text: str  # the message, with blanks around it
