@@ -10,7 +10,7 @@ from scripted import messages
 from tools.common.files import read_json, write_json, write_records
 from tools.games.taboo import TIED, Taboo
 from tools.lab import preparations, results, table
-from tools.lab.world.behaviour import count_games, count_rows, measures
+from tools.lab.world.behaviour import count_games, count_rows, measures, row_measures
 from tools.lab.world.players import Lexicon
 
 TABOO = Taboo()
@@ -84,12 +84,11 @@ def test_rows_are_counted_by_role_with_their_weights():
         {"role": "attacker", "weight": 2.0},
         {"role": "defender", "weight": 1},
     ]
-    assert count_rows([*rows, {"type": "sft", "weight": 1}]) == {
-        "rows of the attacker": 2,
-        "weights of the attacker": 5,
-        "rows of the defender": 1,
-        "weights of the defender": 1,
-    }
+    counts = count_rows([*rows, {"type": "sft", "weight": 1}])
+    assert [counts[f"rows of the {role}"] for role in TABOO.roles] == [2, 1]
+    assert [counts[f"weights of the {role}"] for role in TABOO.roles] == [5, 1]
+    assert row_measures(counts)["weight of a row of the attacker"] == 2.5
+    assert row_measures(count_rows(rows[:2])).keys() == {"rows of the attacker", "weight of a row of the attacker"}
 
 
 @pytest.fixture

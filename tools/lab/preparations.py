@@ -83,8 +83,8 @@ def what_models_do(loop: str) -> None:
 def named(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The measures of a model by name, such as "match: points"."""
     of_games = {kind: behaviour.measures(counts[kind]) for kind in ("match", "self-play") if kind in counts}
-    of_games["rows"] = dict(counts.get("rows", {}))
-    return {f"{kind}: {name}": value for kind, measures in of_games.items() for name, value in measures.items()}
+    measures = of_games | {"rows": behaviour.row_measures(counts.get("rows", {}))}
+    return {f"{kind}: {name}": value for kind, of_kind in measures.items() for name, value in of_kind.items()}
 
 
 def match_of_imitation(folder: Path) -> None:

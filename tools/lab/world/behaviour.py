@@ -93,3 +93,13 @@ def count_rows(rows: Iterable[Mapping]) -> Counts:
         if role := row.get("role"):
             counts.update({f"rows of the {role}": 1, f"weights of the {role}": row["weight"]})
     return dict(counts)
+
+
+def row_measures(counts: Mapping[str, float]) -> dict[str, float]:
+    """The number of rows of each role, and the mean weight of one."""
+    numbers = {}
+    for role in GAME.roles:
+        if rows := counts.get(f"rows of the {role}"):
+            numbers[f"rows of the {role}"] = rows
+            numbers[f"weight of a row of the {role}"] = counts[f"weights of the {role}"] / rows
+    return numbers
