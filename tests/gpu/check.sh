@@ -5,7 +5,7 @@
 #   bash tests/gpu/check.sh OUT
 #
 # OUT/report.md grows with each part and says what was measured; OUT/check.tar.gz holds it with all logs. Models have
-# random weights of real shapes (1B and 7B) and are made in WORK, which is removed at the end. 60 GB of memory and 40 GB
+# random weights of real shapes (1B and 7B) and are made in WORK, which is removed at the end. 60 GB of memory and 60 GB
 # of disk are enough. PYTHON names another interpreter, WORK another folder than OUT/work.
 #
 #   CPU=1 bash tests/gpu/check.sh OUT   every part in a small form, without a GPU
