@@ -13,14 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 from tools.common.errors import UserError, user_errors
 from tools.common.records import files_setting
 
-# Kinds of text that the report marks in a message. They are classes of CSS: a further kind also needs a style and
-# words in the legend, both in tools/measure/report_page.html.
+# Kinds of text that the report marks in a message.
 SECRET = "secret"
 GUESS = "guess"
 EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
 DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game", which the release does not write
-# This project's games. A new line also needs a prompt file in configs/prompts and a row in tools/games/README.md;
-# tests/test_games.py then runs play, report and match with the game. A game outside this project needs no line.
 CLASSES = {
     "taboo": "tools.games.taboo:Taboo",
     "twenty_questions": "tools.games.twenty_questions:TwentyQuestions",
@@ -33,8 +30,8 @@ History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 class Outcome(NamedTuple):
     name: str  # as stored in episodes
-    # The role that gets the point of a match. None: half a point each, unless `points` says more. A game without a
-    # winner is a tie in the rates of a match, and is not decided in play's summary, even if both roles have succeeded.
+    # The role that gets the point of a match. None: a tie, with half a point each unless `points` says more, even if
+    # both roles have succeeded.
     winner: str | None = None
     # The loser broke the rules: the winner gets the point of a match, but no reward, as released. It was not his
     # messages that won the game.
@@ -50,43 +47,28 @@ class Verdict(NamedTuple):
 
 
 class Game:
-    """A game in which two roles speak in turn about a task, a line of the word list. An instance holds its options.
+    """A game in which two roles speak in turn about a task, a line of the word list.
 
-    Options are texts (`load_game` below). Records hold them, but episodes do not: see `name` of
-    tools/examples/textarena.py.
-
-    It holds no state of a game: the judge, the maker of rows and belief call the same methods again, with stored
-    messages. So all must follow from task and history. Chance comes from the task, which is a seed in
-    tools/examples/textarena.py; what only one role sees goes into `secrets`. A task may have several parts, such as a
-    word and forbidden words: tools/examples/guess_my_city.py reads its parts in `check_task`, `secrets` and `decide`.
-    Episodes store the whole line as `target_word`.
+    An instance holds the game's options, but no state of a game that is played: the judge, the maker of rows and
+    belief call the same methods again with stored messages, so all must follow from task and history. Chance comes
+    from the task, which may be a seed; what only one role may see goes into `secrets`. A task may have several parts,
+    such as a word and words that are forbidden; episodes store the whole line as `target_word`.
     """
 
     name: str  # as in --game
     title: str  # the name that people read
-    # A turn is one message of each role. This is the default of --max_turns (`turns` in tools/players/flags.py). Each
-    # episode stores its own number, and rows and belief take that one. So games of one run may have different numbers,
-    # if `play_games` in tools/selfplay/play.py gives `play_game` another one for each.
-    max_turns: int
+    max_turns: int  # the default; a turn is one message of each role
     prompt_file: ClassVar[Path]  # format: data/README.md
-    # --attacker_model_name_or_path plays the first, --defender_... the second. There are two everywhere. A third needs
-    # changes in `other`, `points` and `message_limit` below; NAMES in tools/games/prompts.py; `chat_messages` in
-    # tools/games/chat.py; `role_weights` and `role_payments` in tools/selfplay/rewards.py; `summary` in
-    # tools/selfplay/episodes.py; `pairs` and `result_rows` in tools/measure/matches.py; `shown_game` in
-    # tools/measure/report_contents.py; the flags of tools/play_llm_game.py; `play` in tools/spag.py.
-    roles: ClassVar[tuple[str, str]]
+    roles: ClassVar[tuple[str, str]]  # --attacker_model_name_or_path plays the first, --defender_... the second
     outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided
     example_task: ClassVar[str]  # a valid task, with which prompt files are checked
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
         """What this role may know after these messages: texts by the name of their slot, the same slots always.
 
-        They fill the role's instruction in prompts of play, of training and of belief. A text may change from message
-        to message: the number of the turn is `len(history) // 2 + 1`. A slot that a player writes into a message is
-        not filled (`_fill` in tools/games/prompts.py). A new slot must stand in this role's instruction
-        in every prompt file of the game, or `load_templates` (tools/games/prompts.py) refuses the file. How many turns
-        are left depends on --max_turns, which a game does not know: let `instruction` there fill such a slot, beside
-        {max_turns}, from the history that its callers have (`play_prompt`, `training_prompt`, and Turn).
+        They fill the role's instruction, which must have each slot in every prompt file of the game. A text may change
+        from message to message: the number of the turn is `len(history) // 2 + 1`. A slot that a player writes into a
+        message is not filled.
         """
         raise NotImplementedError
 
@@ -97,38 +79,27 @@ class Game:
     # What a game may define besides.
 
     def check_task(self, task: str) -> None:
-        """Raise ValueError for a line of the word list that is not a task of this game.
-
-        `read_words` in utils.py calls it for each line before a game is played, and its error names the line. The
-        tasks of stored games are checked too (`check_episode`).
-        """
+        """Raise ValueError for a line of the word list that is not a task of this game."""
 
     def next_role(self, task: str, history: History) -> str:
         """The role that speaks after these messages: roles[0] opens, then they take turns.
 
-        Play and rows follow another order too. `max_turns` still counts two messages as a turn, whoever sends them.
-        If the other role opens, the prompt files must say so. Rows of recorded games in the old order are refused
-        (`judge_episodes` in tools/selfplay/rewards.py); the check of `answer` in `load_templates`
-        (tools/games/prompts.py) and `defend` in tools/lab/world/players.py assume that roles[0] opens.
+        `max_turns` counts two messages as a turn, whoever sends them.
         """
         return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
         """Whether play ends after the last message although that message decides nothing; `history` is not empty.
 
-        Such a game is undecided, although turns are left. In Taboo half of the sentence of a guess does this
-        (HALF_A_GUESS in tools/games/taboo.py). `verdict` does not ask this: in a recorded game that went on, a later
-        message counts.
+        Such a game is undecided, although turns are left. `verdict` does not ask this: in a recorded game that went
+        on, a later message counts.
         """
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
         """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows.
 
-        Costs are no part of a game. --losers and --ties make them in `role_payments` (tools/selfplay/rewards.py), and
-        by these flags `check_rows` (tools/loop/inputs.py) knows that training needs detach_kl. `role_weights` in
-        tools/selfplay/rewards.py counts the games that pay a role, not how much they pay. Matches count `points`: a
-        game with graded rewards defines both, as tests/graded_game.py does.
+        Matches count `points` instead, so a game with graded rewards defines both.
         """
         ended = self.outcome(outcome)
         return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}
@@ -147,8 +118,7 @@ class Game:
     def answer(self, task: str) -> tuple[str, str] | None:
         """The role that must find the secret, and the message that names it; None if the game has no secret.
 
-        Without it belief is refused (`main` in tools/evaluate_belief.py), and a person is not told the task at the
-        end of a game. The text `answer` of a prompt file can replace the message, but not make one where this is None.
+        Without a secret there is no belief, and a person is not told the task at the end of a game.
         """
         return None
 
@@ -233,10 +203,8 @@ def whole_word(word: str) -> re.Pattern:
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
     """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options.
 
-    Options are the arguments of the class, as texts: `__init__` makes numbers of them and checks their values. Two
-    starts of play compare them as they were given, so a default that is written out differs from one that is left out.
-    UserError for an unknown or a missing option; the loop finds it before its first stage (`check_inputs` in
-    tools/loop/inputs.py).
+    Options are the arguments of the class, as texts: `__init__` makes numbers of them and checks their values.
+    UserError for an unknown or a missing option.
     """
     path = CLASSES.get(name, name)
     if ":" not in path:

@@ -1,12 +1,4 @@
-"""Adversarial Taboo (arXiv 2404.10642): the attacker knows a word and makes the defender say it or guess wrongly.
-
-Another rule, such as a second guess, is an option beside `match`, off by default: two starts of a run compare the
-options of a built-in game but not its code, and tests/test_taboo.py holds the default to the release. The rules also
-stand in Taboo's four prompt files in configs/prompts, in `answer` and `hint` here, in `attack` and `defend` of
-tools/lab/world/players.py, and in the recorded games in data. Another language needs other forms of the word
-(`_forms`), another sentence of a guess, a prompt file and a word list. The words that all prompts have around the
-texts of a prompt file, such as NO_HISTORY, are English and stand in tools/games/prompts.py.
-"""
+"""Adversarial Taboo (arXiv 2404.10642): the attacker knows a word and makes the defender say it or guess wrongly."""
 
 import importlib.util
 import re
@@ -36,8 +28,7 @@ GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")
 # For the report's marks alone: the whole sentence.
 GUESS_SENTENCE = re.compile(r"i know the word! it.[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
 # From the defender it ends play, as released. Without "! it" it is no guess: the game is tied, unless the same message
-# says the word. It decides nothing, so the judge does not ask `stops`: in a stored game that went on, a later message
-# counts.
+# says the word.
 HALF_A_GUESS = "i know the word"
 
 
@@ -46,14 +37,6 @@ class Taboo(Game):
 
     A wrong guess of the defender ends the game: with `wrong_guess` "loss", as released, the attacker wins; with "tie"
     nobody does, so that vague hints which provoke a wrong guess pay nothing.
-
-    A third value goes into MATCHES. `_says` looks for a form in a message by it, `_is_at` in a guess, and `marks` for
-    the report (by `_pattern`).
-
-    More forbidden words for a word make a game of its own, a subclass with lines such as "cat, milk, purr": its
-    `check_task` refuses others, `secrets` gives the attacker the words as a further slot of its prompt file, and
-    `decide` ends the game if the attacker `_says` a form of one. The word is then the first part alone: in `decide`,
-    in `answer`, in `marks`, and in the slot target_word of `secrets`.
     """
 
     name = "taboo"
@@ -61,7 +44,7 @@ class Taboo(Game):
     max_turns = 5
     prompt_file = ROOT / "configs" / "prompts" / "taboo.json"
     roles = (ATTACKER, DEFENDER)
-    outcomes = (  # episodes store these names, and `gate` in tools/lab/preparations.py reads two of them
+    outcomes = (
         Outcome(ATTACKER_WINS, winner=ATTACKER),
         Outcome(DEFENDER_WINS, winner=DEFENDER),
         Outcome(ATTACKER_BREAKS, winner=DEFENDER, breach=True),
@@ -83,8 +66,8 @@ class Taboo(Game):
     def decide(self, task: str, history: History) -> str | None:
         """A defender's guess alone decides, whatever else the message says; else a form of the word does.
 
-        The guess comes first because a right one says the word, which alone would lose the game. A wrong
-        guess ends the game, so nobody counts guesses. Of several guesses in one message one right one is enough.
+        The guess comes first because a right one says the word, which alone would lose the game. A wrong guess ends
+        the game, so nobody counts guesses. Of several guesses in one message one right one is enough.
         """
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
@@ -151,10 +134,9 @@ def derivatives(word: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)  # room for all of data/target_words.txt
 def _forms(word: str) -> list[str]:
-    """What counts as the word when it is said, guessed or marked in the report. Belief excludes such candidates too.
+    """What counts as the word when it is said, guessed or marked in the report.
 
-    One more form changes who wins recorded and played games, so make it an option of Taboo, as `match` is. The forms
-    are fixed endings as released, so "making" is no form of "make", while "makeed" is one.
+    The forms are fixed endings as released, so "making" is no form of "make", while "makeed" is one.
     """
     word = word.strip().lower()
     return [word, word + "ing", word + "ed", _inflect().pluralize(word).lower()]

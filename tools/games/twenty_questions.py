@@ -21,9 +21,8 @@ class TwentyQuestions(Game):
     max_turns = 20
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
-    # Both roles win or lose together. So no outcome has a winner, and points and `rewards` say what each role gets.
-    # Every game is a tie in the rates of a match, and the share of decided games in play's summary is null. A breach
-    # is the answerer's fault alone: --ties makes rows of NOT_FOUND with a cost for both, but none of breaches.
+    # Both roles win or lose together, so no outcome has a winner. A breach is the answerer's fault alone: --ties makes
+    # rows of NOT_FOUND, with a cost for both, but none of breaches.
     outcomes: ClassVar[tuple[Outcome, ...]] = (
         Outcome(FOUND, points=(1.0, 1.0)),
         Outcome(SAID, breach=True, points=(0.0, 0.0)),
@@ -49,7 +48,7 @@ class TwentyQuestions(Game):
         return None if ANSWER.match(text) else NO_ANSWER
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
-        """The base class would pay nobody: it pays the winner of an outcome."""
+        """Both win: the base class, which pays a winner, would pay nobody."""
         return dict.fromkeys(self.roles, 1.0) if outcome == FOUND else {}
 
     def answer(self, task: str) -> tuple[str, str]:
