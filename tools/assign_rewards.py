@@ -58,7 +58,7 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
 
 
 def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
-    """Warn of files of games that were played by other rules or prompts than those of the rows, by their records."""
+    """Warn of files of games that were played by other rules or prompts than those of the rows."""
     phrases = []
     for path in flags.input_data_path:
         if different := differences_from_play(flags, settings, play_settings(path)):
@@ -81,14 +81,7 @@ def play_settings(path: str) -> dict:
 
 
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
-    """A phrase for each of game options, prompt file, chat template and thinking that differs from play.
-
-    Which model has played is not compared. Training needs it as --ref_model_name_or_path. In the loop `training_step`
-    in tools/run_spag.py sets it; by hand no program checks it.
-
-    A further flag that both must share is compared here if `settings` in tools/players/flags.py records it. The loop
-    refuses a difference if SAME_IN_ROWS in tools/loop/inputs.py names the flag too.
-    """
+    """A phrase for each of game options, prompt file, chat template and thinking that differs from play."""
     phrases = []
     if "game" in play and play["game"]["options"] != settings["game"]["options"]:
         now, then = (options_text(each["game"]["options"]) for each in (settings, play))
@@ -172,14 +165,7 @@ def without_special_texts(flags: Flags, game: Game, records: list[dict], chat, w
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
-    """All rows, and what the record notes of the games: how they ended, and the weights of roles.
-
-    To leave out games, take them out of `episodes` and `results` alike, before `game_rows`: the weights of roles count
-    all games that are left, of all files together. A result has the game's length up to the decisive message. In the
-    loop `rewards_step` in tools/run_spag.py names the games of one epoch. Games of earlier epochs can be added there,
-    but they were played by other models than the reference (`training_step` there), with which the importance ratio
-    compares.
-    """
+    """All rows, and what the record notes of the games: how they ended, and the weights of roles."""
     if chat:
         check_special_texts(game, templates, special_texts(chat.tokenizer))
     episodes, results = read_games(flags, game, chat)
@@ -197,9 +183,6 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         )
     if chat:
         made = [chat.row(row) for row in made]
-    # All SFT rows, in every epoch. `python -m tools.controls draw` makes a file of some of them, for all epochs alike.
-    # A flag that draws some of them anew in each epoch belongs here: `rng` begins with the epoch's seed. `drawn` of
-    # tools/controls.py must then move to tools/selfplay/rows.py, because programs do not import each other.
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
     weights = rewards.role_weights(game, results)

@@ -63,14 +63,9 @@ def batch_factor(number: int, total: int, batch_size: float) -> float:
 
 @dataclass(kw_only=True)
 class Control(FlagGroup):
-    """A way to make rows from rows; one that CONTROLS lists is a value of the loop's setting `control` too.
+    """A way to make rows from rows. Those in CONTROLS are values of the loop's setting `control` too.
 
-    The loop gives it those flags that are flags of [rewards] too, and those of `flags_of_control` in
-    tools/run_spag.py; any other flag must be added there, or it keeps its default. Training runs with the settings of
-    [training], as without a control, so that only rows differ. A new control has a method `make`, and its docstring is
-    what --help shows. If it needs a setting or a file, let `check_control` in tools/loop/inputs.py demand it before
-    the first stage. A flag that names a file of rows also belongs to the names that `main` turns into `rows_setting`.
-    A command that is no control of the loop is named in `main` alone, as Draw is.
+    Training runs with the settings of [training], as without a control, so that only rows differ.
     """
 
     # In the loop. True: the run plays games, and `rows` are of its winners. False: they are those of the run `like`.
@@ -83,11 +78,7 @@ class Control(FlagGroup):
 
 @dataclass(kw_only=True)
 class Sft(ChatFlags, Control):
-    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps.
-
-    In the loop this file is LIKE/epochK/rows/rows.json, the rows of the same epoch of the other run (`rows_steps` in
-    tools/run_spag.py).
-    """
+    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps."""
 
     plays_games = False
     makes_game_rows = False
@@ -107,8 +98,8 @@ class Silent(Control):
     plays_games = False
 
     def make(self, rows: list[dict]) -> list[dict]:
-        # The weight is a factor of the whole term of a row, KL included, so rows of games give no gradient
-        # (`offline_po_loss` in trainers.py). SFT rows are averaged by themselves, as without a control.
+        # The weight is a factor of the whole term of a row, KL included, so rows of games give no gradient. SFT rows
+        # are averaged by themselves, as without a control.
         return [row if is_sft(row) else row | {"weight": 0.0} for row in rows]
 
 

@@ -24,18 +24,12 @@ ENGLISH = ROOT / "data" / "english"
 RELEASED_RULES = "GAME_RULE_PROMPTS"
 RELEASED_INSTRUCTIONS = "PLAYER_INSTRUCT_PROMPTS"
 
-# Each command is a class with `run`, which `main` lists; its docstring is the text of --help. Rows are made by
-# tools/assign_rewards.py, and drawn or changed by tools/controls.py. The embedded world makes its files in
-# tools/lab/world/build.py.
-
 
 @dataclass(kw_only=True)
 class Prompts(FlagGroup):
     """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run.
 
     The file is downloaded code, and may import what is not installed. So it is parsed, and only literals are taken.
-    Play and self-play need the same prompts as these rows. In the loop `check_rules` in tools/loop/inputs.py refuses
-    others.
     """
 
     release: str = flag("file of the authors' repository that defines their prompts: utils.py")
@@ -60,10 +54,8 @@ class Prompts(FlagGroup):
 class Split(FlagGroup):
     """Draw words to hold out. Both lists keep the order; a word that comes twice, in any case, is written once.
 
-    So no word is in both lists. But only spelling is compared: "apples" may be played and "apple" held out. To hold
-    forms out too, compare by `derivatives` of tools/games/taboo.py. Play, matches and the loop do not compare the
-    words of play with those of matches. The order stays because `max_words` of the loop takes the first words, in
-    data/target_words.txt the most frequent.
+    So no word is in both lists, but only spelling is compared: "apples" may be played and "apple" held out. The order
+    stays because in data/target_words.txt the most frequent words come first.
     """
 
     input: str = flag("word list, one word a line")
@@ -117,8 +109,8 @@ class Imitation(FlagGroup):
 class English(FlagGroup):
     """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games.
 
-    The SFT rows are rows of imitation, in the place of Alpaca's. In a study `english` in tools/lab/preparations.py
-    draws them for each seed, as many as here. Another model must be named here and in configs/english.toml.
+    The SFT rows are rows of imitation, instead of Alpaca's. Another model must be named here and in
+    configs/english.toml.
     """
 
     model: str = flag("the model, whose chat template the rows are in")

@@ -40,8 +40,7 @@ class TextArena(Game):
     def __init__(self, env: str):
         _require_package()
         self.env = env
-        # Episodes store the name, but no options. So games of another environment are refused (`check_episode` in
-        # tools/games/game.py).
+        # Episodes store the name, but no options: by it games of another environment are refused.
         self.name = f"{self.name}:{env}"
         self.title = env
         limit = self._first_state().max_turns
@@ -118,7 +117,7 @@ class TextArena(Game):
 
 
 def _require_package() -> None:
-    """UserError unless the package is installed. Its name finds this file too, so `utils.require` is no help."""
+    """Raise UserError unless the package is installed; by its name alone, Python would find this file too."""
     try:
         importlib.metadata.version("textarena")
     except importlib.metadata.PackageNotFoundError:

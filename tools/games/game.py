@@ -133,7 +133,6 @@ class Game:
     # What follows from the above.
 
     def other(self, role: str) -> str:
-        """The other role."""
         first, second = self.roles
         return second if role == first else first
 
@@ -196,7 +195,7 @@ class Game:
 
 
 def whole_word(word: str) -> re.Pattern:
-    """A pattern that finds the word, in any case, where no letter or digit touches it."""
+    """Finds the word, in any case, where no letter or digit touches it."""
     return re.compile(rf"(?<![^\W_]){re.escape(word.strip())}(?![^\W_])", re.IGNORECASE)
 
 

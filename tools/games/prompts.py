@@ -1,10 +1,7 @@
 """The prompts of play and of training, for any game. Their wording comes from prompt files. No torch.
 
-What a prompt holds, and in which order, is decided in `join_play_prompt`, `chat_messages` and `training_prompt`.
-Records compare the prompt file and the chat template, but not this code.
-
-A history has messages alone, so no prompt holds an earlier thought, not even a player's own. To show a player its own
-thoughts, Turn and `play_prompt` must get the replies of the game too.
+A history has messages alone, so no prompt holds an earlier thought, not even a player's own. Records compare the
+prompt file and the chat template, but not this code.
 """
 
 import functools
@@ -21,7 +18,7 @@ from tools.games.game import Game, History
 RULES = "rules"  # a key of prompt files
 MAX_TURNS = "max_turns"  # a slot that all their texts may have
 SLOT = re.compile(r"\{(\w+)\}")
-# As released. By this text `check_rules` in tools/loop/inputs.py finds out whether rows hold games.
+# As released; a prompt with this text is one of a game.
 NO_HISTORY = "The game is just initialized."
 # What training prompts are drawn from, in the order of the released code: another order draws other prompts.
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
@@ -35,8 +32,7 @@ SYSTEM = "system"
 USER = "user"
 ASSISTANT = "assistant"
 ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout, as released
-# What begins and what ends a private thought, in prompts and in replies. All code reads this table, but
-# configs/prompts/thinking.json and tools/players/server.py write the first pair.
+# What begins and what ends a private thought, in prompts and in replies.
 THOUGHT_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 ALL_THOUGHT_TAGS = frozenset({*THOUGHT_TAGS, *THOUGHT_TAGS.values()})
 
@@ -44,10 +40,10 @@ Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts,
 
 
 def join_play_prompt(history: History, role: str, rules: str, request: str) -> str:
-    """The prompt of play, for either role, unless a tools.games.chat.ChatTemplate joins it.
+    """The prompt of play for either role, in the released layout.
 
-    The layout is the released one. The secret stands in the instruction, behind the history. So the prompts of
-    both roles begin alike, and our engine computes only what a game has added since its last prompt.
+    The secret stands in the instruction, behind the history, so the prompts of both roles begin alike, and our engine
+    computes only what a game has added since its last prompt.
     """
     messages = NO_HISTORY
     if history:
@@ -136,10 +132,8 @@ def training_prompt(
     """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart.
 
     Policy and reference both read this prompt, so the ratio of the loss still begins at 1, although the message was
-    sampled under the prompt of play. To add a layout, make it another value of --training_prompt, in `prompt_fn` of
-    tools/selfplay/rows.py and among the choices in tools/assign_rewards.py. All rows share one `rng`: one more draw
-    here changes the prompts of all rows that follow, and so may another number of rule texts. tests/test_prompts.py
-    holds the draws to the release.
+    sampled under the prompt of play. All rows share one `rng`: one more draw, or another number of rule texts, changes
+    the prompts of all rows that follow.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -168,12 +162,9 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game.
 
-    A rule text must end in a newline, because `join_play_prompt` puts the history right behind it. Each role needs an
-    instruction with the slots of its secrets, and `answer` must be a right guess to the judge. {max_turns} may be
-    left out. Play, rows, matches and belief read their file here; the loop reads that of play before its first stage
-    (`check_layout` in tools/loop/inputs.py).
-    A new field of prompt files is read by the function that uses it, as `answer` is, and checked here. Unknown fields
-    are ignored.
+    A rule text must end in a newline, because the history stands right behind it. Each role needs an instruction with
+    the slots of its secrets, and `answer` must be a right guess to the judge. {max_turns} may be left out. Unknown
+    fields are ignored.
     """
     templates = read_json(path)
     rules = templates.get(RULES) if isinstance(templates, dict) else None

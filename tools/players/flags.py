@@ -41,8 +41,5 @@ class PlayFlags(GameFlags, EngineFlags, ServerFlags):
 
 
 def words_setting(path: str, words: Sequence[str]) -> dict[str, str]:
-    """A word list as a setting of a stage, compared by `words`: those that --max_games, in matches --max_words, leave.
-
-    So a run cannot get more words: play the others into another folder, and give tools/assign_rewards.py both results.
-    """
+    """A word list as a setting of a stage, compared by `words`: those that are left of it to be played."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}

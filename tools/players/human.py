@@ -36,11 +36,7 @@ class HumanPlayer(Player):
         return HUMAN
 
     async def reply(self, turn: Turn) -> Reply:
-        """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt.
-
-        `play_words` (tools/selfplay/play.py) makes exit status 3 and 130 of them. The game at work is not stored, so
-        the next start plays it from its beginning.
-        """
+        """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt."""
         self.role = turn.role
         if all(message["role"] != turn.role for message in turn.history):
             print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves, games are stored) ---\n")

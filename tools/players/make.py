@@ -45,10 +45,8 @@ def kind_of(name: str) -> tuple[type[Player], str]:
 def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
 
-    Logs which engine plays, and why. `engine_notes` notes it in the record of play, STEM_settings.json, as "engines".
-    The rest of `auto` needs the loaded model: AutoEngine (tools/engine/slots.py). On a GPU vLLM comes first, because
-    it has kernels of its own, and our engine is plain torch. On a CPU `auto` never takes it. If vLLM does not start,
-    the program ends, and no other engine takes over (`_start` in tools/engine/vllm.py).
+    On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. If vLLM does not
+    start, the program ends, and no other engine takes over.
     """
     if not any(kind_of(name)[0] is ModelPlayer for name in names):
         return flags
@@ -96,15 +94,14 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory, unless this one has the same players and flags: matches that differ
-    in words and seed alone follow each other.
+    The models of an earlier match leave memory, unless this one has the same players and flags: matches that differ in
+    words and seed alone follow each other.
 
-    Our own engines draw from one generator for all games (`draw` in tools/engine/slots.py). So two runs with the same
-    seed differ if free memory, batch size or the number of processes do. `games_left` is part of its seed, so that a
-    continued run does not repeat the draws of the games that are there. It is part of the seeds for servers, so that a
-    game that a server has refused is drawn anew. vLLM's draws depend on seed, game and message alone. `note_engines`
-    is given the names of engines once they have started. If no flag gives the number of games at once or an engine's
-    type of numbers, the log alone says what they are.
+    Our own engines draw from one generator for all games, so two runs with the same seed differ if free memory, batch
+    size or the number of processes do; vLLM's draws depend on seed, game and message alone. `games_left` is part of
+    the seeds of our engines and of servers, so that a continued run does not repeat the draws of the games that are
+    there, and draws a game anew that a server has refused. `note_engines` is given the names of engines once they have
+    started.
     """
     kinds = {name: kind_of(name) for name in names if isinstance(name, str)}
     folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
@@ -161,18 +158,12 @@ def _local_players(
 def _start_engines(
     folders: Sequence[Path], flags: PlayFlags, limit: float, state: "TorchState"
 ) -> dict[Path, "Engine"]:
-    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as they do.
-
-    `make_players` names each folder once, so a model that plays both roles is in memory once and answers both in one
-    batch.
-    """
+    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as engines do."""
     key = repr(([model_setting(str(folder)) for folder in folders], flags))
     with state.in_use():
         if key not in _loaded:
             drop_models()
             engine_class = resolve_name(ENGINES[flags.engine].path)
-            # All models of a match get the same flags. Flags of one player alone, such as chat_template or thinking,
-            # would be chosen here by folder, in `make_players` for other players, and recorded by `player_setting`.
             blocks = {folder: engine_class.loaded(folder, flags, len(folders)) for folder in folders}
             _loaded[key] = {folder: _in_memory.enter_context(block) for folder, block in blocks.items()}
         return {folder: start(limit) for folder, start in _loaded[key].items()}

@@ -24,13 +24,7 @@ CLOSING_TAGS = tuple(prompts.THOUGHT_TAGS.values())
 
 @dataclass(frozen=True)
 class Turn:
-    """All that the player who speaks next may know.
-
-    Both players get the same `templates`, which hold an instruction for each role, and rules for both. A prompt file
-    for each role or player needs a choice in `play_game` (tools/selfplay/play.py). The same choice is then needed
-    where rows and belief make prompts: `prompt_fn` (tools/selfplay/rows.py) and `guesser_prompts`
-    (tools/measure/belief.py). `game_settings` (tools/flags.py) must record all files.
-    """
+    """All that the player who speaks next may know."""
 
     game: Game
     role: str
@@ -66,11 +60,9 @@ class Turn:
 class Sampling(FlagGroup):
     """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens.
 
-    A flag with a `neutral` value is a parameter with which tokens are drawn. Its name is that of transformers'
-    GenerationConfig, of vLLM's SamplingParams and of the servers' JSON, so `generate`, vLLM and servers get it from
-    `drawing` as it is. Our own engine applies it in `_warpers` (tools/engine/slots.py).
-
-    The defaults of max_length, max_new_tokens, temperature and top_k are those of the paper's released code.
+    A flag with a `neutral` value is a parameter with which tokens are drawn, named as in transformers'
+    GenerationConfig, vLLM's SamplingParams and the servers' JSON. The defaults of max_length, max_new_tokens,
+    temperature and top_k are those of the paper's released code.
     """
 
     task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
@@ -184,10 +176,7 @@ def reply_without(special: frozenset[str], stored: dict) -> dict:
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
-    """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests.
-
-    Two requests for the same message get the same seed.
-    """
+    """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests."""
     return random.Random(f"{seed}/{turn.index}/{len(turn.history)}").getrandbits(63)
 
 

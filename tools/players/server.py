@@ -108,8 +108,6 @@ def connect(flags: ServerFlags):
 
 
 class Form(NamedTuple):
-    """A form of requests."""
-
     limit: str  # the name of the limit of a reply
     all_fields: bool  # also those that not all servers know
 
@@ -200,9 +198,9 @@ class ServerPlayer(Player):
         return {**fields, form.limit: sampling.max_new_tokens}
 
     def _read(self, answer) -> Reply:
-        """The reply in an answer of the client. An error of what is missing in it, if it is no reply.
+        """The reply in the client's answer. ReplyUnavailable for one that the server broke off.
 
-        ReplyUnavailable for a reply that the server broke off.
+        If the answer is no reply, the error of what is missing in it.
         """
         choice = answer.choices[0]
         reason = str(choice.finish_reason or STOP).lower()

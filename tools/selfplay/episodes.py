@@ -29,15 +29,9 @@ def run_of(path: str | Path) -> Path | None:
 
 
 class Episode(TypedDict):
-    """One finished game; the format is described in data/README.md.
+    """One finished game; the format is described in data/README.md. Readers ignore further fields.
 
-    Neither prompts nor token ids are stored. `prompt_fn` in tools/selfplay/rows.py makes prompts anew, and training
-    tokenizes the texts of rows, which may give other tokens than those that were sampled.
-
-    A further field is a key here and in what `play_game` in tools/selfplay/play.py returns. All files keep it, readers
-    ignore it, and data/README.md lists it. What only a match knows is one of the `labels` that `main` in
-    tools/evaluate_games.py gives to `play_words` in tools/selfplay/play.py. A field of a single reply belongs to Reply
-    in tools/players/player.py.
+    Neither prompts nor token ids are stored: rows make prompts anew, and training tokenizes their texts.
     """
 
     index: int  # in the word list, from 0
@@ -69,7 +63,7 @@ class EpisodeFiles:
 
     @property
     def patterns(self) -> list[str]:
-        """The files that a run makes, as `utils.stage` takes them; the first is there when it is finished."""
+        """Patterns of the files that a run makes; the first is there when it is finished."""
         return [glob.escape(self.results_path.name), *self.rank_patterns, glob.escape(self.summary_path.name)]
 
     def finished(self) -> dict[int, Episode]:
@@ -102,8 +96,7 @@ class EpisodeFiles:
     def missing(self) -> list[tuple[int, str]]:
         """This rank's part of the games that are not finished: (index, word) pairs.
 
-        The parts are fixed, because ranks do not talk to each other while they play: they share the folder alone. So a
-        rank that has played its part takes none of another's.
+        The parts are fixed, because ranks do not talk to each other while they play: they share the folder alone.
         """
         finished = self.finished()
         if rank() == 0 and finished:
@@ -112,11 +105,7 @@ class EpisodeFiles:
         return [(index, self.words[index]) for index in indices if index not in finished]
 
     def append(self, episode: Mapping) -> None:
-        """Store a finished game; it is on the disk when this returns.
-
-        Games at work are not stored, so a line never changes once it is written. A kill or Ctrl-C loses these games,
-        and the next start plays them from their first message.
-        """
+        """Store a finished game; it is on the disk when this returns. Games at work are never stored."""
         if self.rank_file is None:
             self.rank_file = _open_to_append(self.rank_path)
         line = json.dumps(episode, ensure_ascii=False)
@@ -128,8 +117,8 @@ class EpisodeFiles:
     def merge(self) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier.
 
-        The rank files stay. If a kill comes before the record says that the run is finished, the next start reads them
-        and merges again; without them it would play all games anew.
+        The rank files stay. If a kill comes before the record says that the run is finished, the next start merges
+        them again; without them it would play all games anew.
         """
         finished = self.finished()
         if missing := len(self.words) - len(finished):
@@ -142,10 +131,8 @@ class EpisodeFiles:
     def finish(self) -> None:
         """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED.
 
-        Missing are the games that `play_games` in tools/selfplay/play.py has left out with a warning, because a player
-        gave no reply. No results are written without them: which games fail may depend on how they went, so the
-        others alone could be a biased sample. Who takes that risk gives the rank files to tools/assign_rewards.py as
-        --input_data_path. The loop stops here.
+        Games are missing if a player gave no reply. No results are written without them: which games fail may depend
+        on how they went, so the others alone could be a biased sample.
         """
         if self.rank_file is not None:
             self.rank_file.close()
@@ -160,10 +147,6 @@ class EpisodeFiles:
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
     """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`.
-
-    A number that is added here stands in STEM_summary.json alone. To show it, name it in `summary_line`, in
-    `play_charts` in tools/measure/report_page.py and, for studies, in `play_numbers` in tools/lab/table.py. The
-    numbers of a player in matches are made by `summarise` in tools/measure/matches.py.
 
     `mean_length` is over all games, and a tie counts with all its messages. The share of decided games is None if no
     game was decided; a game that a breach ended is not among them, as it is by default not among those that pay.
@@ -202,7 +185,6 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
 
 
 def summary_line(counts: Mapping) -> str:
-    """A summary as a line for people."""
     parts = [f"{counts['games']:,} games: {listed(counts['outcomes'])}"]
     if counts["games"]:
         parts.append(f"the deciding message is number {counts['mean_length']:.1f} on average")
@@ -216,7 +198,7 @@ def summary_line(counts: Mapping) -> str:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Counts by name as text: attacker wins 1,530, tied game 61."""
+    """Counts by name: attacker wins 1,530, tied game 61."""
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 
@@ -226,7 +208,7 @@ def new_tokens(episode: Mapping) -> int:
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Open a rank file, and delete the unfinished line that a kill may have left."""
+    """Delete the unfinished line that a kill may have left."""
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -40,10 +40,6 @@ async def play_game(
     `players` are by role; `index` is the task's index in the word list; `templates` default to the game's own. A reply
     loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
     its turn in the other's prompt, and go on in another name.
-
-    Players do not judge, so a reply that is to be drawn again, as after a breach, is judged and asked for again here.
-    vLLM and servers draw by `draw_seed` (tools/players/player.py), which must then mix in the number of the try, a new
-    field of Turn. A flag for it needs PlayFlags, `play_words`, and tools/spag.py.
     """
     special = special_texts_of(players)
     history: list[dict[str, str]] = []
@@ -58,7 +54,7 @@ async def play_game(
     outcome, length = game.judge(history, task, max_turns)
     return {
         "index": index,
-        # `check_episode` in tools/games/game.py takes an episode without this key for one of DEFAULT_GAME.
+        # As in the release, an episode without this key is one of DEFAULT_GAME.
         **({} if game.name == DEFAULT_GAME else {"game": game.name}),
         "target_word": task,
         "max_turns": max_turns,
@@ -92,13 +88,9 @@ async def play_games(
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
     Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
-    cannot go on because a reply is unavailable is left out, with a warning that names its task and the reason;
-    `finish` in tools/selfplay/episodes.py then ends the program with status 3. Any other exception of a player ends
-    all games. UserError for a task, or prompts, that hold the text of a special token of the players: messages lose
-    such texts, so nobody could say it.
-
-    For a limit of time, let `keep_playing` return before it takes another task. The missing games end the program with
-    status 3 too. To the loop that is a failed stage (`run` in tools/run_spag.py), and its next start plays them.
+    cannot go on because a reply is unavailable is left out, with a warning that names its task and the reason. Any
+    other exception of a player ends all games. UserError for a task, or prompts, that hold the text of a special token
+    of the players: messages lose such texts, so nobody could say it.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
@@ -141,12 +133,8 @@ def play_words(
 ) -> float:
     """Play (index, word) pairs, and store each game, with `labels` in it, as it ends. Returns the seconds of play.
 
-    `names` are the players of roles[0] and roles[1], as on the command line. A game of which a reply is unavailable
-    is not stored, so the next start plays it. `title` stands before the progress bar.
-
-    All these games have the same two players. For an opponent that changes from game to game write a Player
-    (tools/players/player.py) that chooses by `turn.index`. `make_players` in tools/players/make.py must make it, and
-    `player_setting` there must return all models that it chooses from.
+    `names` are the players of roles[0] and roles[1], as on the command line. A game of which a reply is unavailable is
+    not stored, so the next start plays it. `title` stands before the progress bar.
     """
     if not tasks:
         return 0.0
@@ -177,7 +165,7 @@ def play_words(
         with closing(bar):
             asyncio.run(games)
     except (EOFError, KeyboardInterrupt) as left:  # by Ctrl-D, by Ctrl-C
-        if not at_terminal:  # `run_program` in utils.py says that the program was stopped
+        if not at_terminal:
             raise
         print("\nYou have left. The same command plays the games that are missing.")
         sys.exit(UNFINISHED if isinstance(left, EOFError) else INTERRUPTED)
@@ -187,11 +175,9 @@ def play_words(
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
     """A function that shows a finished game, and the bar that it moves.
 
-    Rank 0 shows outcomes and tokens per second of its games, and a whole game after so many messages (0: none).
-    `play_words` makes this number: --logging_steps messages of each game at work. A game that was left out does not
-    move the bar. Each process warns once in a run of play, or in each match, of a prompt that lost its beginning, and
-    once of a thought without an end in a reply that was not cut off. The speed in the program's last line is that of
-    all processes together; `main` in tools/play_llm_game.py computes it.
+    Rank 0 shows outcomes and tokens per second of its games, and a whole game after `messages_between` messages (0:
+    none). Each process warns once of a prompt that lost its beginning, and once of a thought without an end in a reply
+    that was not cut off.
     """
     outcomes = Counter()
     counts = Counter()

@@ -17,17 +17,7 @@ ALL = "all"
 
 @dataclass(kw_only=True)
 class RewardFlags(FlagGroup):
-    """What a game pays. Each field is a flag of tools/assign_rewards.py, a setting of the loop's table [rewards], and
-    an argument of `rows` in tools/spag.py. All of them are compared between two starts.
-
-    A baseline over all games, such as the mean of a role, can be subtracted at the end of `game_rows` in
-    tools/selfplay/rows.py, where all rewards are known. A baseline over the games of one word (games_per_word in the
-    loop) belongs there too: a row does not name its word, so keep `task` beside it.
-
-    A flag that makes rewards below 0 also belongs into `negative` in `check_rows` of tools/loop/inputs.py: training
-    takes such rewards only with --detach_kl True (`check_rows` in train.py). `Cloning` in tools/controls.py never
-    takes them.
-    """
+    """What a game pays."""
 
     # The defaults are the paper's: gamma 0.8, and rows of winners alone.
     decay_weight: float = flag(
@@ -67,8 +57,7 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
     """Judge the episodes of which rows are made. UserError for an invalid one, and for a message out of turn.
 
     A query is the prompt of the role whose turn it is: under it, another role's message would be taught to the wrong
-    player. Messages behind the decisive one need only be well formed, and become no rows (`game_rows`). `game_result`
-    says why a stored outcome is not taken. `where` and `first` name an episode as in `check_episodes`.
+    player. Messages behind the decisive one need only be well formed.
     """
     check_episodes(game, episodes, where, first)
     results = [game_result(game, episode) for episode in episodes]
@@ -85,12 +74,9 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
 
 
 def game_result(game: Game, episode: Mapping) -> Result:
-    """Judge a valid episode. Raises ValueError for rewards that a game may not pay; programs end with its traceback.
+    """Judge a valid episode. ValueError for rewards that a game may not pay.
 
-    A stored outcome does not count: games of other people have none, and play may have had other --game_options. A
-    verdict that cannot be computed again, such as a model's, must be read from the episode here. `play_game` in
-    tools/selfplay/play.py must then ask for it and store it, also to know when play ends (`is_over`), and `judge` in
-    tools/spag.py must read it. The report and matches take the stored outcome already.
+    A stored outcome does not count: games of other people have none, and play may have had other --game_options.
     """
     outcome, length = game.verdict(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
@@ -113,14 +99,9 @@ class Payment(NamedTuple):
 def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
-    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. No warning says so,
-    but the last line of tools/assign_rewards.py shows the weights. Games are counted and not rows, because the rows of
-    a winner share the reward of its game, however many they are. If each game pays 1, weight times reward sums to
-    N / 2 over the rows that a role has won. The 2 is the number of roles.
-
-    Other weights begin here. A flag for them must reach both callers: `game_rows` in tools/selfplay/rows.py, and
-    `make_rows` in tools/assign_rewards.py, which notes the weights in the record. Rows of losers and of ties get
-    their weights in `role_payments`.
+    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted and
+    not rows, because the rows of a winner share the reward of its game, however many they are. If each game pays 1,
+    weight times reward sums to N / 2 over the rows that a role has won.
     """
     games = Counter(role for result in results for role in result.rewards)
     return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
@@ -133,13 +114,9 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
     Otherwise the game pays its winners. With `losers` above 0 the loser gets -losers times the winner's reward, at the
     winner's weight. So the losses of both roles count alike, as their wins do: if each game pays 1, weight times
     reward sums to -losers * N / 2 over the rows that a role has lost. With `ties` above 0 both roles of a tied game
-    that pays nobody get -ties. A breach pays nobody by default, as in the release, since the winner's messages have
-    not won the game. So there is no reward of which the loser could pay a part. With `losers` a game that pays
-    the winner of a breach also charges the loser.
-
-    A tie has no winner whose weight it could take. It has weight 1, the mean weight of decided games if each role wins
-    some. For rows of one role alone, leave the other role out of what this returns, and give weight 1, since nothing
-    is to be balanced; `make_rows` in tools/assign_rewards.py must then note these weights.
+    that pays nobody get -ties; a tie has no winner whose weight it could take, and weighs 1, the mean weight of
+    decided games if each role wins some. A breach pays nobody by default, as in the release, since the winner's
+    messages have not won the game: so there is no reward of which the loser could pay a part.
     """
     if flags.messages == ALL:
         return dict.fromkeys(game.roles, Payment(1.0, 1.0))
@@ -154,13 +131,7 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
 
 
 def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float]:
-    """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each.
-
-    To pay messages for what they say, give this function the history too, and for a decay of each role the role;
-    `game_rows` in tools/selfplay/rows.py, which calls it, has both. Rewards that a model computes do not belong here,
-    since rows are made without torch. Write them into the file of rows between two starts of the loop; tools/spag.md
-    shows how.
-    """
+    """The rewards of a role's messages: its reward divided by decay, or with `messages` ALL the whole for each."""
     if flags.messages == ALL:
         return [reward] * count
     return [reward * share for share in decay_shares(count, flags.decay_weight)]

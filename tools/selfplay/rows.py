@@ -34,13 +34,7 @@ PLAY = "play"
 
 
 class Row(TypedDict, total=False):
-    """One example of training; the format is described in data/README.md.
-
-    Training ignores fields that it does not know. So a field for your own scripts, such as the word of the game, is a
-    key here and in `game_rows`. A number that a loss shall read goes on through TextRow, `normalize_row`, `encode`,
-    `encode_example`, COLUMNS and SPAGCollator in dataloaders.py to OfflinePOTrainer and `offline_po_loss` in
-    trainers.py. `loss` in tools/spag.py calls the latter too.
-    """
+    """One example of training; the format is described in data/README.md. Training ignores further fields."""
 
     query: str
     target: str
@@ -95,12 +89,9 @@ def prompt_fn(
 ) -> PromptFn:
     """The function that makes queries of the kind PLAY or RANDOM; the latter are training prompts drawn with `rng`.
 
-    In a chat template, RANDOM ones differ from those of play by their rule text alone.
-
-    RANDOM is the paper's, so that no layout is learned by heart. `training_prompt` in tools/games/prompts.py draws
-    separator, names, layout and rule text. `rng` begins with --seed of tools/assign_rewards.py, in the loop seed + K.
-    The message was sampled under the prompt of play. So the importance ratio of such a row compares two models under
-    another prompt than that; with PLAY it is the same.
+    RANDOM is the paper's, so that no layout is learned by heart; in a chat template it differs from PLAY by the rule
+    text alone. The message was sampled under the prompt of play, so the importance ratio of a RANDOM row compares two
+    models under another prompt than that; with PLAY it is the same.
     """
     if kind not in (RANDOM, PLAY):
         raise UserError(f"training_prompt is {kind!r}; it must be {RANDOM!r} or {PLAY!r}")
@@ -123,15 +114,8 @@ def game_rows(
     """The rows of games and their results, in the order of episodes and messages.
 
     There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
-    with the thoughts of their replies. Games of other people may go on after the decision; what follows is no part of
-    the game.
-
-    A message that was cut off at the token limit becomes a row as any other does. Its target gets an end token too, by
-    `encode` in dataloaders.py or `row` in tools/games/chat.py, so the model learns to end there.
-
-    To leave out single messages, such as empty ones, skip them where a role without payment is skipped, but call
-    `next(rewards[role])` first: the later messages then keep their shares. If the others shall share the whole reward,
-    leave the message out of `speakers.count` too, and do not call `next`.
+    with the thoughts of their replies. A message that was cut off at the token limit becomes a row as any other does,
+    and its target gets an end token too, so the model learns to end there.
     """
     weights = role_weights(game, results)
     rows: list[Row] = []
@@ -204,10 +188,9 @@ def assign_rewards(
 def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
     """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
 
-    Their weight is 1, as in the release, also where a record has another one. Other weights begin in `sft_row`;
-    `cloned` in tools/controls.py gives all these rows one weight, and must then multiply instead. With a chat template
-    the queries are what a user would send; rows that are in it already stay as they are, and so do messages, which
-    training writes in the template of its model.
+    Their weight is 1, as in the release, also where a record has another one. With a chat template the queries are
+    what a user would send; rows that are in it already stay as they are, and so do messages, which training writes in
+    the template of its model.
     """
     return read_records(path, partial(sft_row, chat=chat))
 
