@@ -75,21 +75,7 @@ class VLLMEngine:
         # vLLM's own `auto` would compute a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
-        # --generation-config vllm: no sampling parameters from the model folder
-        argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
-        argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-        # the tokens of a step bound the memory of activations
-        argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
-        # safetensors only: pickled weights could run code
-        argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
-        argv += ["--disable-log-stats", "--no-use-tqdm-on-load"]
-        if flags.trust_remote_code:
-            argv.append("--trust-remote-code")
-        argv += ["--language-model-only"]  # a trained multimodal model has no image processor
-        # A second engine in this process deletes the CUDA graphs of the first, whose replies then are nonsense.
-        if models > 1 and flags.tensor_parallel_size == 1:
-            argv += ["--enforce-eager"]
-        self.llm = _start([*argv, *shlex.split(flags.vllm_args)])  # of a repeated flag the last one counts
+        self.llm = _start(_arguments(folder, flags, size, models, dtype))
         self.waiting: deque[tuple] = deque()  # arguments of `add_request`
         self.prompt_cut: dict[str, bool] = {}
 
@@ -134,6 +120,25 @@ class VLLMEngine:
         """Free the memory of the model and its cache."""
         self.llm.engine_core.shutdown()
         del self.llm
+
+
+def _arguments(folder: Path, flags: EngineFlags, size: int, models: int, dtype: str) -> list[str]:
+    """Flags of `vllm serve`. The user's come last, and of a repeated flag the last one counts."""
+    # --generation-config vllm: no sampling parameters from the model folder
+    argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
+    argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
+    # the tokens of a step bound the memory of activations
+    argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
+    # safetensors only: pickled weights could run code
+    argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
+    argv += ["--disable-log-stats", "--no-use-tqdm-on-load"]
+    argv += ["--language-model-only"]  # a trained multimodal model has no image processor
+    if flags.trust_remote_code:
+        argv.append("--trust-remote-code")
+    # A second engine in this process deletes the CUDA graphs of the first, whose replies then are nonsense.
+    if models > 1 and flags.tensor_parallel_size == 1:
+        argv.append("--enforce-eager")
+    return [*argv, *shlex.split(flags.vllm_args)]
 
 
 def _start(argv: list[str]):
