@@ -250,7 +250,7 @@ def compares(name: str, args: SPAGArguments | Namespace) -> bool:
 def check_flags(args: SPAGArguments | Namespace) -> None:
     """Give flags that are None the defaults of the method. Raise UserError for flags that contradict each other.
 
-    No device is asked, so that the loop can call this hours before the training, in a process that uses no GPU.
+    No device is asked, so that a process which uses no GPU may call this, hours before the training.
     """
     method_arguments = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {})
     _check_method(args, method_arguments)

@@ -80,6 +80,16 @@ def test_a_field_that_is_null_counts_as_absent(tokenizer):
         assert encoded["is_sft"] == ("query" not in row)
 
 
+def test_a_further_number_of_a_row_is_one_name(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataloaders, "NUMBERS", (*dataloaders.NUMBERS, "advantage"))
+    with_it = dataloaders.COLUMNS.copy()
+    with_it["advantage"] = with_it["reward"]
+    monkeypatch.setattr(dataloaders, "COLUMNS", with_it)  # made of NUMBERS at the import
+    path = write_rows(tmp_path / "rows.jsonl", [ROWS[0] | {"advantage": -0.5}, ROWS[1]])
+    batch = SPAGCollator(tokenizer)(load_rows([path], tokenizer).to_list())
+    assert batch["advantages"].tolist() == [-0.5, 1.0] and batch["rewards"].tolist() == [0.5, 1.0]
+
+
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML = TURN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TALK = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(["user", "assistant", "user", "assistant"])]
