@@ -69,8 +69,8 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
 def read_numbers(row: Mapping) -> dict[str, float]:
     """The NUMBERS that a row has. UserError for one that is not finite, and for a weight below 0."""
     numbers = {}
-    for name in row.keys() & set(NUMBERS):
-        with user_errors(f"{name!r}", TypeError, OverflowError):
+    for name in filter(row.__contains__, NUMBERS):
+        with user_errors(repr(name), TypeError, OverflowError):
             if not math.isfinite(row[name]):
                 raise UserError(f"{name!r} must be a finite number, not {row[name]}")
         numbers[name] = float(row[name])
