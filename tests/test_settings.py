@@ -130,7 +130,7 @@ def test_settings_for_one_card_fill_it_and_leave_the_loss_a_mean_over_the_step(n
     loop, _ = read_loop([*words_of(needed | {"gradient_checkpointing": "auto"}), f"{ROOT}/configs/qwen3_4b.toml"])
     assert loop.global_batch % 16 == 0
     for table in map(loop.of, TRAININGS):
-        assert (table.per_device_train_batch_size, table.loss_normalization) == (16, "step")
+        assert (table.per_device_train_batch_size, table.loss_normalization) == (8, "step")
         assert table.train_sampling_strategy == "batch_rebalance"
 
 
