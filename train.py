@@ -281,15 +281,16 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = "all-linear" if args.lora_target_modules == ALL_LINEAR else args.lora_target_modules
-    check_targets(model, targets)
+    is_all = args.lora_target_modules == ALL_LINEAR
+    if not is_all:
+        check_targets(model, args.lora_target_modules)
     with user_errors("--lora flags", ValueError, TypeError):
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=args.lora_rank,
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
-            target_modules=targets,
+            target_modules="all-linear" if is_all else args.lora_target_modules,
         )
         adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
     adapted.peft_config["default"].base_model_name_or_path = args.model_name_or_path  # not the hub's cache
@@ -301,11 +302,11 @@ def add_lora(model: PreTrainedModel, args: SPAGArguments):
     return adapted
 
 
-def check_targets(model: PreTrainedModel, targets: str | list[str]) -> None:
+def check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     """Raise UserError for names that no layer has: peft would go on with those that are there."""
     layers = [f".{name}" for name, _ in model.named_modules()]
     missing = [each for each in targets if not any(name.endswith(f".{each}") for name in layers)]
-    if isinstance(targets, list) and missing:
+    if missing:
         raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
 
 

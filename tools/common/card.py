@@ -5,13 +5,13 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-TEXT = """# {title}
+TEXT = """# {base} trained by {method}
 
 Trained with an implementation of SPAG (self-playing adversarial language games,
 [Cheng et al., 2024](https://arxiv.org/abs/2404.10642)) that is independent of its authors.
 
-- Base model: {base}
-- Method: {method}
+- Base model: `{base}`
+- Method: {details}
 - Data: {data}
 
 ```bibtex
@@ -50,9 +50,9 @@ def write_card(
         tags=["spag", method],
     )
     text = TEXT.format(
-        title=folder.absolute().name,
-        base=f"`{public_name(base)}`",
-        method=f"{method} ({', '.join(details)})" if details else method,
+        base=public_name(base),
+        method=method,
+        details=f"{method} ({', '.join(details)})" if details else method,
         data=f"{', '.join(f'`{public_name(name)}`' for name in data)}: {rows}",
     )
     ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}").save(folder / "README.md")
