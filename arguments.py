@@ -15,8 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+import huggingface_hub
 import torch
-from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -43,7 +44,6 @@ COMPARED = {
     "adam_beta2",
     "adam_epsilon",
     "max_grad_norm",
-    "neftune_noise_alpha",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",
@@ -119,6 +119,13 @@ class SPAGArguments(MethodArguments):
         at_least=1,
         compared=lambda args: args.loss_normalization == "micro_batch",  # over which the loss is then averaged
     )
+    per_device_eval_batch_size: int = flag(
+        "Rows at once in evaluation and for the reference.", default=8, at_least=1, machine=True
+    )
+    dataloader_num_workers: int = flag(
+        "Processes that make batches beside the training's own.", default=0, at_least=0, machine=True
+    )
+    neftune_noise_alpha: float | None = flag("Noise that is added to embeddings.", default=None, at_least=0)
     # An allow_ flag decides whether a training begins, and changes nothing in it.
     allow_no_game_rows: bool | None = flag("Train although there are only SFT rows.", default=None, compared=False)
     allow_negative_rewards: bool = flag(
@@ -165,13 +172,21 @@ class SPAGArguments(MethodArguments):
             super().__post_init__()
             for callback in get_reporting_integration_callbacks(self.report_to):
                 callback()  # looks for its package
-            optimizer = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
+            optimizer = self._try_optimizer()
             get_scheduler(self.lr_scheduler_type, optimizer, 0, 1, self.lr_scheduler_kwargs)
 
     @property
     def precision(self) -> str:
         """In which the forward pass computes."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    def _try_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer with these flags over one weight. ImportError or ValueError if the flags cannot make one."""
+        layers = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(self, layers)
+        if self.optim_target_modules:  # parts of the model: only whether the package is there is known yet
+            return torch.optim.SGD(layers.parameters(), self.learning_rate)
+        return kind(layers.parameters(), **options)
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -214,8 +229,7 @@ class SPAGArguments(MethodArguments):
     @property
     def defaults(self) -> dict:
         """The defaults of all flags by name, those of the method among them."""
-        of_lora = LORA_ARGUMENTS if self.lora_rank else {}
-        return defaults(SPAGArguments) | METHOD_ARGUMENTS[self.train_method] | of_lora
+        return defaults(SPAGArguments) | method_arguments(self)
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -250,24 +264,34 @@ def compares(name: str, args: SPAGArguments | Namespace) -> bool:
 def check_flags(args: SPAGArguments | Namespace) -> None:
     """Give flags that are None the defaults of the method. Raise UserError for flags that contradict each other.
 
-    No device is asked, so that a process which uses no GPU may call this, hours before the training.
+    No device is asked.
     """
-    method_arguments = METHOD_ARGUMENTS[args.train_method] | (LORA_ARGUMENTS if args.lora_rank else {})
-    _check_method(args, method_arguments)
+    _check_method(args)
     _check_numbers(args)
     _check_run(args)
-    for name, default in method_arguments.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
+    _check_later_use(args)
+    set_method_defaults(args)
     # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
     if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
         raise UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
 
 
-def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> None:
+def set_method_defaults(args: SPAGArguments | Namespace) -> None:
+    """Give flags that are None the defaults of the method."""
+    for name, default in method_arguments(args).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
+def method_arguments(args: SPAGArguments | Namespace) -> dict:
+    """The flags that the method uses and others refuse, with their defaults; those of LoRA where it is trained."""
+    return METHOD_ARGUMENTS.get(args.train_method, {}) | (LORA_ARGUMENTS if args.lora_rank else {})
+
+
+def _check_method(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that the method does not use, and for a reference that is missing or not used."""
-    unused = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values()) - method_arguments.keys()
-    for name in sorted(unused):
+    others = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values())
+    for name in sorted(others - method_arguments(args).keys()):
         if getattr(args, name):
             what = "without --lora_rank" if name in LORA_ARGUMENTS else f"by {args.train_method}"
             raise UserError(f"--{name} is not used {what}")
@@ -275,7 +299,7 @@ def _check_method(args: SPAGArguments | Namespace, method_arguments: dict) -> No
     reference = args.ref_model_name_or_path
     if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
         raise UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
-    if REFERENCE_NAME in method_arguments and not reference and not args.lora_rank:
+    if REFERENCE_NAME in method_arguments(args) and not reference and not args.lora_rank:
         raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
@@ -308,13 +332,30 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
             "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
             "batch_rebalance groups rows by length too"
         )
-    if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
-        remedy = "name a model of the hub"
-        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
         if wanted:
             require(package.replace("-", "_"), package)
+
+
+def _check_later_use(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for what the Trainer would refuse only when rows and models are read, or when it has trained."""
+    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.save_strategy == "best"
+    if evaluates and not args.eval_data_path:
+        raise UserError(
+            "--eval_strategy, --eval_on_start and --save_strategy best need rows: --eval_data_path is missing"
+        )
+    if args.save_strategy == "best" and not args.metric_for_best_model:
+        raise UserError("--save_strategy best needs --metric_for_best_model, such as eval_loss")
+    if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
+        remedy = "name a model of the hub"
+        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
+    if args.push_to_hub and not (args.hub_token or huggingface_hub.get_token()):
+        raise UserError("--push_to_hub needs a login: hf auth login, or HF_TOKEN in the environment")
+    if args.torch_compile_backend and args.torch_compile_backend not in torch._dynamo.list_backends(None):
+        raise UserError(f"--torch_compile_backend {args.torch_compile_backend}: torch.compile has no such backend")
+    if isinstance(args.gradient_checkpointing_kwargs, str) and not args.gradient_checkpointing_kwargs.startswith("{"):
+        raise UserError(f"--gradient_checkpointing_kwargs {args.gradient_checkpointing_kwargs}: no object of JSON")
 
 
 def _check_precision(args: SPAGArguments) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from arguments import LORA_ARGUMENTS, SPAGArguments, parse_arguments
 from dataloaders import SPAGCollator, TextRow, column, load_rows
@@ -272,6 +272,17 @@ def vocabulary_size(args: SPAGArguments) -> int:
     if model != reference:
         raise UserError(f"model and reference have different vocabularies: {model} and {reference} tokens")
     return model
+
+
+def check_model(name: str, args: SPAGArguments) -> None:
+    """Raise UserError for a model that cannot have this attention or these adapters. No weights are read."""
+    config = from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+    options = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    with torch.device("meta"), user_errors(name, ValueError, ImportError):
+        model = AutoModelForCausalLM.from_config(config, dtype=args.weights_dtype, **options)
+    if args.lora_rank:
+        with torch.device("meta"):
+            add_lora(model, args)
 
 
 def add_lora(model: PreTrainedModel, args: SPAGArguments):

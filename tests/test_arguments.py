@@ -74,7 +74,7 @@ def test_a_boolean_flag_may_stand_alone(given, words):
 def test_flags_of_older_transformers_keep_their_meaning(given):
     for flags, warmup in (("--warmup_ratio=0.1", 0.1), ("--warmup_ratio 0.1 --warmup_steps 5", 5)):
         for strategy in ("--evaluation_strategy=epoch", "--evaluation_strategy epoch"):
-            args = parse_arguments(minimal(given, *flags.split(), *strategy.split()))
+            args = parse_arguments(minimal(given, *flags.split(), *strategy.split(), "--eval_data_path", "rows.json"))
             assert (args.warmup_steps, args.eval_strategy) == (warmup, "epoch")
 
 
