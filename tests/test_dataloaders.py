@@ -22,7 +22,7 @@ from tools.common.files import data_folder
 from tools.common.models import DAY
 from tools.common.records import files_setting, rows_setting
 from tools.games.chat import ChatTemplate
-from tools.loop.inputs import check_sft_rows
+from tools.loop.check import check_sft_rows
 from tools.selfplay.rows import read_sft_rows
 
 RECORDED = load_golden("collator.json")

@@ -17,7 +17,7 @@ ROOMS = "common, games, players, engine, make, selfplay, measure, programs spag,
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag"}  # pieces for people
-TAKES_PARSER = {"keys", "record"}  # the loop: the parser of train.py, and which of its flags change results
+TAKES_PARSER = {"settings", "check"}  # the loop: the flags of train.py, and what it refuses
 
 
 def room_of(module: str) -> str | None:

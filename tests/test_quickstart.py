@@ -107,14 +107,14 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     assert points == "epoch1 against imitation: points 60%" and "my out/report.html" in report
     command = shlex.split(to_play.partition("play_llm_game ")[2])
     flags = parse_flags(play_llm_game.Flags, command, description="")
+    assert (flags.max_turns, flags.max_length, flags.temperature) == (3, 160, 1.0)  # as in configs/tiny.toml
     assert flags.attacker_model_name_or_path == "my out/epoch1/model" and flags.data_path == "my out/data/words.txt"
     assert build[1:5] == ["-m", "tools.lab.world.build", "--output_dir", "my out"]
     assert ("--facts" in build) == (quick == "1")
-    monkeypatch.chdir(ROOT)
-    loop, _ = read_loop(words)
+    loop = read_loop(words)
     assert (loop.model, loop.output, loop.seed) == ("my out/base", "my out", 3)
-    assert loop.stages["imitation"]["train_data_path"] == ["my out/data/imitation.json"]
-    assert loop.stages["match"]["words"] == ["played=my out/data/words.txt", "held_out=my out/data/held_out.txt"]
+    assert loop.tables["imitation"]["train_data_path"] == "my out/data/imitation.json"
+    assert loop.tables["match"]["words"] == ["played=my out/data/words.txt", "held_out=my out/data/held_out.txt"]
     assert loop.epochs == (1 if quick == "1" else 3)
 
 

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools import assign_rewards, play_llm_game, spag
 from tools.common.files import read_json_or_jsonl, write_json
 from tools.lab.study import read_study
-from tools.loop.keys import TRAININGS, expand
-from tools.loop.settings import read_file, read_loop
+from tools.loop.settings import TRAININGS, read_argument, read_file, read_loop
 from tools.players.player import STOP, Player, Reply
 from tools.selfplay import play
 
@@ -92,9 +91,8 @@ def test_the_readme_has_the_four_commands():
 @pytest.mark.parametrize("words", [words for program, words in CALLS if program == LOOP], ids=" ".join)
 def test_the_loop_knows_the_files_and_settings_it_is_given(words):
     for word in words:
-        name, equals, value = word.partition("=")
-        if equals:
-            expand(name, value, split=True)
+        if "=" in word:
+            read_argument(word)
         elif word != "--help":
             assert (ROOT / word).is_file(), word
 
@@ -103,7 +101,7 @@ def test_the_loop_knows_the_files_and_settings_it_is_given(words):
 def test_the_rows_of_a_step_are_whole_micro_batches(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [word for word in words if not word.startswith(("like=", "--help"))]
-    loop, _ = read_loop([*words_of({"model": "m", "words": "w", "output": "o"}), *words])
+    loop = read_loop([*words_of({"model": "m", "words": "w", "output": "o"}), *words])
     for table in map(loop.of, TRAININGS):
         assert loop.global_batch % table.per_device_train_batch_size == 0
 

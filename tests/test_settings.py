@@ -1,10 +1,12 @@
 """The settings of the loop: read, filled in, checked and recorded. GPUs are pretended."""
 
+import dataclasses
 import errno
 import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import types
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import build_tokenizer, load_chat_template
-from helpers import ROOT, call, words_of
+from helpers import ROOT, call, copy_model, words_of
 
 from arguments import build_parser
 from tools import run_spag
@@ -25,19 +27,18 @@ from tools.common.rowformats import alpaca_to_row
 from tools.games import load_game
 from tools.games.chat import ChatTemplate
 from tools.games.prompts import load_templates, training_prompt
-from tools.loop import keys, machine
-from tools.loop.keys import OWN, PROGRAMS, TRAININGS, flags_of
-from tools.loop.record import write_record
-from tools.loop.settings import DEFAULTS, read_file, read_loop
+from tools.loop import check, settings
+from tools.loop.settings import DEFAULTS, OWN, SHARED, TABLES, TRAININGS, flags_of, read_file, read_loop, write_record
 from tools.loop.stages import hold_lock
 
+BECAME = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": False}
 SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
 
 
 @pytest.fixture
-def needed(tmp_path) -> dict:
+def needed(tmp_path, tiny_model) -> dict:
     (tmp_path / "words.txt").write_text("art\nmusic\nbridge\n")
-    return SETTLED | {"model": "m", "words": tmp_path / "words.txt", "output": tmp_path / "out"}
+    return SETTLED | {"model": tiny_model, "words": tmp_path / "words.txt", "output": tmp_path / "out"}
 
 
 @pytest.fixture
@@ -61,7 +62,14 @@ def start(tmp_path, needed, monkeypatch):
 
     `ask` answers in this process, and no stage runs.
     """
-    monkeypatch.setattr(run_spag, "ask", machine.answer)
+
+    def ask(loop):
+        became = check.answer(loop)
+        if not torch.cuda.device_count():  # a pretended GPU can hold nothing
+            check.check_commands(filled := dataclasses.replace(loop, **became), run_spag.steps(filled))
+        return became
+
+    monkeypatch.setattr(run_spag, "ask", ask)
     monkeypatch.setattr(run_spag, "run", lambda *_: None)
     stages = types.SimpleNamespace(lock=None)
     monkeypatch.setattr(run_spag, "Stages", lambda output, machine: stages)
@@ -74,7 +82,7 @@ def start(tmp_path, needed, monkeypatch):
             stages.lock = None
         if status:
             return done.errors
-        return json.loads(Path((needed | changes)["output"], "settings.json").read_text())["settings"]
+        return read_json(Path((needed | changes)["output"], "settings.json"))["settings"]
 
     return run
 
@@ -83,36 +91,48 @@ def start(tmp_path, needed, monkeypatch):
 
 
 def test_of_files_and_words_the_last_one_counts_and_a_table_counts_more_than_what_is_above_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(keys, "ROOT", Path("/My Drive/spag"))
+    monkeypatch.setattr(settings, "ROOT", Path("/My Drive/spag"))
     monkeypatch.setenv("HOME", "/home/me")
     windows = '\ufefftop_k = 8\r\nwords = "a #b"\r\nmodel = "run#3" # "x"\r\nlearning_rate = 1e-3\r\n'
     windows += 'prompt_templates = "$ROOT/a"\r\n[training]\r\nlearning_rate = 3e-4\r\nlm_sft_coeff = ""\r\n'
     windows += '[match]\r\nwords = ["a=~/a b.txt", "$ROOT/c.txt"]\r\nseeds = [0, 1]\r\n'
     (tmp_path / "my.toml").write_bytes(windows.encode())
     words = ["seed=6", "top_k=7", f"{tmp_path}/my.toml\r", "seed=7\r", "play.top_k=9", "output=~/out"]
-    loop, _ = read_loop(words)
+    loop = read_loop(words)
     assert (loop.seed, loop.words, loop.model, loop.output) == (7, "a #b", "run#3", "/home/me/out")
-    assert [loop.stages[stage].get("top_k") for stage in ("play", "match", "rewards")] == ["9", "8", None]
-    assert loop.stages["imitation"]["learning_rate"] == "1e-3" and loop.stages["training"]["learning_rate"] == "3e-4"
-    assert "lm_sft_coeff" not in loop.stages["training"]  # an empty text takes a setting back
-    assert loop.stages["play"]["prompt_templates"] == "/My Drive/spag/a"
-    assert loop.stages["match"]["words"] == ["a=/home/me/a b.txt", "/My Drive/spag/c.txt"]
+    assert [loop.tables[stage].get("top_k") for stage in ("play", "match", "rewards")] == ["9", "8", None]
+    assert loop.tables["imitation"]["learning_rate"] == "1e-3" and loop.tables["training"]["learning_rate"] == "3e-4"
+    assert "lm_sft_coeff" not in loop.tables["training"]  # an empty text takes a setting back
+    assert loop.tables["play"]["prompt_templates"] == loop.tables["belief"]["prompt_templates"] == "/My Drive/spag/a"
+    assert loop.tables["match"]["words"] == ["a=/home/me/a b.txt", "/My Drive/spag/c.txt"]
     assert loop.of("match").seeds == [0, 1] and loop.of("play").top_k == 9
 
 
-def test_on_the_command_line_several_values_are_split_as_a_shell_does_and_one_value_is_not(needed):
-    words = words_of(needed) + ["match.words='a b.txt' c.txt", "words=d e.txt", "play.vllm_args=--x 1 --y 2", "seed=3"]
-    loop, _ = read_loop([*words, "learning_rate=1e-5", "report=false", "detach_kl=True", "chat_template=True"])
-    assert loop.stages["match"]["words"] == ["a b.txt", "c.txt"] and loop.words == "d e.txt"
-    assert loop.of("play").vllm_args == "--x 1 --y 2" and loop.report is False
+def test_on_the_command_line_a_value_is_toml_or_a_text(needed):
+    words = words_of(needed) + ['match.words=["a b.txt", "c=d.txt"]', "words=d e.txt", "play.vllm_args=--x 1 --y 2"]
+    words += ["learning_rate=1e-5", "report=false", "detach_kl=True", "chat_template=True", "match.seeds=3", "seed=07"]
+    loop = read_loop([*words, 'imitation.train_data_path="x y.json"', "training.lr_scheduler_kwargs={}", "top_k="])
+    assert loop.tables["match"]["words"] == ["a b.txt", "c=d.txt"] and loop.words == "d e.txt"
+    assert loop.of("imitation").train_data_path == ["x y.json"] and loop.of("match").seeds == [3] and loop.seed == 7
+    assert loop.of("play").vllm_args == "--x 1 --y 2" and loop.report is False and loop.of("play").top_k == 50
     assert loop.of("imitation").learning_rate == loop.of("training").learning_rate == 1e-5
-    assert loop.of("play").chat_template and loop.of("rewards").chat_template and loop.of("training").detach_kl
+    assert loop.of("training").detach_kl and loop.tables["training"]["lr_scheduler_kwargs"] == "{}"
+
+
+def test_what_stages_share_reaches_each_that_has_the_flag(needed):
+    loop = read_loop(
+        [*words_of(needed), "chat_template=true", "thinking=true", "max_turns=2", "game=twenty_questions"]
+    )
+    having = {name: [stage for stage in TABLES if loop.tables[stage].get(name)] for name in SHARED}
+    assert having["game"] == ["play", "rewards", "match", "belief"] and having["max_turns"] == ["play", "match"]
+    assert having["chat_template"] == ["play", "rewards", "match", "belief", "reasoning"]
+    assert having["thinking"] == ["play", "rewards", "match"]
 
 
 def test_a_new_lora_rank_brings_its_learning_rate_and_one_that_goes_the_papers(needed):
     def rates(*words) -> list[str]:
-        loop, _ = read_loop([*words_of(needed), *words])
-        return [loop.stages[stage]["learning_rate"] for stage in ("imitation", "training")]
+        loop = read_loop([*words_of(needed), *words])
+        return [loop.tables[stage]["learning_rate"] for stage in ("imitation", "training")]
 
     assert rates() == ["5e-6", "2e-6"]
     assert rates("lora_rank=4") == ["1e-4", "1e-4"] and rates("training.lora_rank=4") == ["5e-6", "1e-4"]
@@ -122,23 +142,16 @@ def test_a_new_lora_rank_brings_its_learning_rate_and_one_that_goes_the_papers(n
 
 @pytest.mark.parametrize("name", ["llama2_7b", "qwen3_4b", "qwen15", "tiny", "english"])
 def test_the_files_of_settings_are_read_by_the_stages_parsers(name, needed):
-    loop, _ = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
-    assert [loop.of(stage) for stage in PROGRAMS]
+    loop = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
+    assert [loop.of(stage) for stage in TABLES]
 
 
-def test_settings_for_one_card_fill_it_and_leave_the_loss_a_mean_over_the_step(needed):
-    loop, _ = read_loop([*words_of(needed | {"gradient_checkpointing": "auto"}), f"{ROOT}/configs/qwen3_4b.toml"])
-    assert loop.global_batch % 16 == 0
+@pytest.mark.parametrize("name", ["qwen3_4b", "tiny"])
+def test_micro_batches_of_like_lengths_leave_the_loss_a_mean_over_the_step(needed, name):
+    loop = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
     for table in map(loop.of, TRAININGS):
-        assert (table.per_device_train_batch_size, table.loss_normalization) == (8, "step")
-        assert table.train_sampling_strategy == "batch_rebalance"
-
-
-def test_a_chat_template_above_the_tables_is_that_of_games_belief_and_benchmarks(needed):
-    """Of an instruct model; the paper's Llama-2 has none."""
-    for name, chat in (("qwen3_4b", True), ("qwen15", True), ("english", True), ("llama2_7b", False)):
-        loop, _ = read_loop([*words_of(needed), f"{ROOT}/configs/{name}.toml"])
-        assert {loop.of(stage).chat_template for stage in ("play", "match", "belief", "reasoning")} == {chat}
+        assert table.loss_normalization == "step" and table.train_sampling_strategy == "batch_rebalance"
+        assert loop.global_batch % (2 * table.per_device_train_batch_size) == 0
 
 
 def test_help_shows_every_setting_of_the_loop_and_how_to_see_the_flags_and_imports_neither_torch_nor_transformers():
@@ -148,13 +161,13 @@ def test_help_shows_every_setting_of_the_loop_and_how_to_see_the_flags_and_impor
     assert done.returncode == 0, done.stderr
     for name, own in OWN.items():
         assert f"  {name} " in done.stdout and own.metadata["help"] in done.stdout
-    assert all(f"python {program.path} --help" in done.stdout for program in PROGRAMS.values())
+    assert all(f"python {table.program} --help" in done.stdout for table in TABLES.values())
 
 
 def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
-    assert flags_of("training").keys() == {action.dest for action in build_parser()._actions} - {"help"}
-    for stage, program in PROGRAMS.items():
-        assert program.set_by_loop <= flags_of(stage).keys()
+    assert flags_of("training") == {action.dest for action in build_parser()._actions} - {"help"}
+    for stage, table in TABLES.items():
+        assert {*table.set_by_loop, *table.inputs} <= flags_of(stage)
 
 
 # Refusals.
@@ -178,7 +191,6 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("output=$HOME/x", "output: $HOME is not replaced; write the path, ~ or $ROOT"),
         ("words=${HOME}/x", "words: ${HOME} is not replaced"),
         ("match.words=$(date)", "match.words: $(date) is not replaced"),
-        ("match.words='a", "match.words: No closing quotation"),
         ("seed=4294967293", "seed=4294967293: "),  # 3 epochs
         ("seed=-1", "seed is -1; it must be at least 0"),
         ("epochs=two", "epochs: invalid int value: 'two'"),
@@ -191,9 +203,8 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("precision=bf8", "precision: invalid choice: 'bf8'"),
         ("control=coin", "control: invalid choice: 'coin'"),
         ("control=silent", "control=silent needs like"),
-        ("control=sft", "control=sft needs rewards.sft_data_path"),
-        ("control=cloning & training.lm_sft_coeff=0", "control=cloning divides by training.lm_sft_coeff"),
-        ("control=cloning & training.lm_sft_coeff=", "control=cloning divides by training.lm_sft_coeff"),
+        ("control=sft", "control=sft needs like"),
+        ("control=cloning & training.lm_sft_coeff=0", "control=cloning: sft_coeff is 0.0; it must be above 0"),
         ("control=cloning & rewards.losers=0.5 & training.detach_kl=true", "control=cloning copies winners"),
         ("until=epoch1_eval", "until=epoch1_eval: expected imitation, or epochK_"),
         ("until=epoch9_play", "until=epoch9_play lies behind the last epoch (epochs=3)"),
@@ -212,7 +223,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("play.temperature=0", "[play] temperature is 0.0; it must be above 0"),
         ("play.engine=vlm", "[play] engine: invalid choice: 'vlm'"),
         ("match.games_per_word=0 & match.words=words.txt", "[match] games_per_word is 0; it must be at least 1"),
-        ("match.seeds=0 x", "[match] seeds: invalid int value: 'x'"),
+        ("match.seeds=0 1", "[match] seeds: invalid int value: '0 1'"),
         ("match.words=all=/dev/null", "/dev/null: no words"),
         ("reasoning.tasks=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
         ("rewards.decay_weight=1.5", "decay_weight is 1.5"),
@@ -228,12 +239,16 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("output=$ROOTS/x", "output: $ROOTS is not replaced"),
         ("machines=2", "machines=2 needs rendezvous=HOST:PORT"),
         ("match.tensor_parallel_size=0", "[match] tensor_parallel_size is 0; it must be at least 1"),
-        ("rewards.thinking=true", "[play] and [rewards] differ in thinking"),
-        ("play.chat_template=true", "[play] and [rewards] differ in chat_template"),
-        ("rewards.game=twenty_questions", "[play] and [rewards] differ in game"),
+        *(
+            (f"{table}.{name}=x", f"{table}.{name}: all stages share {name}; write it above the tables")
+            for table, name in [("play", "game"), ("rewards", "thinking"), ("match", "chat_template")]
+            + [("match", "max_turns"), ("belief", "prompt_templates"), ("play", "game_options")]
+        ),
+        ("max_turns=0", "max_turns is 0; it must be at least 1"),
+        ("training.max_length=0", "[training] max_length is 0; it must be at least 1"),
         ("training.eval_data_path=nothing.json", "nothing.json: no such file"),
         ("imitation_model=/nothing", "/nothing: no such file"),
-        ("match.prompt_templates=/nothing.json", "/nothing.json: no such file"),
+        ("prompt_templates=/nothing.json", "/nothing.json: no such file"),
         ("belief.candidates=/nothing.txt", "/nothing.txt: no such file"),
         ("deepspeed=nothing.json", "nothing.json: no such file"),
         ("like=nothing", "nothing/settings.json: no such file"),
@@ -255,7 +270,6 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
         ("epochs = 2.5", "epochs: invalid int value: '2.5'"),
         ('words = ["a", "b"]', "words: it takes one value"),
         ('output = "$HOME/x"', "output: $HOME is not replaced; write the path, ~ or $ROOT"),
-        ("[imitation]\nlora_rank = []", "[imitation] lora_rank: expected one argument"),
         ("play = 3", "play: it is a table, [play], with keys below it"),
         ("[training]\nlr_scheduler_kwargs = {num_cycles = 1}", "lr_scheduler_kwargs: write it as a text of JSON"),
         ("[imitation]\nlora_rank = [1, 2]", "[imitation] unrecognized arguments: 2"),
@@ -276,29 +290,65 @@ def chat_model(tmp_path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_tokenizer_with_code_of_its_own_is_allowed_for_rows_as_for_play(start, chat_model):
-    errors = start("play.trust_remote_code=True", "chat_template=True", status=2, model=chat_model)
-    assert "differ in trust_remote_code" in errors and len(errors.splitlines()) == 1
-    settings = start("trust_remote_code=True", "chat_template=True", model=chat_model)
-    assert settings["rewards.trust_remote_code"] == "True"
+BAD_ROWS = "bad.json"
+TRAINING_MISTAKES = [
+    "report_to=wandb",
+    "lr_scheduler_type=cosine_with_min_lr",
+    "lr_scheduler_kwargs=x",
+    'lr_scheduler_kwargs={"foo": 1}',
+    "learning_rate=-1e-5",
+    "learning_rate=nan",
+    "attn_implementation=flash_attention_2",
+    "attn_implementation=sdp",
+    "lora_rank=4 & training.lora_target_modules=q_prj",
+    "lora_rank=4 & training.lora_dropout=1.5",
+    "lora_rank=-4",
+    "optim=galore_adamw & training.optim_target_modules=all-linear",
+    "optim=adamw_bnb_8bit",
+    "adam_beta2=2",
+    f"eval_data_path={BAD_ROWS}",
+    "eval_strategy=epoch",
+    "load_best_model_at_end=true",
+    "save_strategy=best",
+    "save_steps=2.5",
+    "logging_steps=0",
+    "warmup_ratio=-0.5",
+    "accelerator_config=x",
+    "torch_compile_backend=x",
+    "gradient_checkpointing_kwargs=x",
+    "push_to_hub=true",
+    "per_device_eval_batch_size=0",
+    "dataloader_num_workers=-1",
+    "neftune_noise_alpha=-1",
+    "train_sampling_strategy=group_by_length & processes=2",
+]
+
+
+@pytest.mark.parametrize("mistake", TRAINING_MISTAKES)
+def test_what_train_py_refuses_is_refused_before_play(start, tmp_path, monkeypatch, mistake):
+    """By train.py's own code, which makes the arguments of both trainings."""
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / BAD_ROWS, [{"query": "no target"}])
+    errors = start(*f"training.{mistake}".split(" & "), status=2)
+    assert "error: [training] " in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
     names = ("rewards.sft_data_path", "words", "prompt_templates", "first_episodes", "belief.games")
     missing = {name: f"{name}.json" for name in names}
-    missing |= {"match.words": "e=E1 E2", "imitation.train_data_path": "I1 I2"}
+    missing |= {"match.words": '["e=E1", "E2"]', "imitation.train_data_path": '["I1", "I2"]'}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    errors = start("lora_rank=4", "reasoning.tasks=PIQA", status=2, **missing)
+    errors = start("reasoning.tasks=PIQA", status=2, **missing)
     wanted = [f"{name}.json" for name in names] + ["E1", "E2", "I1", "I2"]
     assert len(errors.splitlines()) == 1 and [name for name in wanted if f"{name}: no" not in errors] == []
-    assert "peft is missing: pip install" in errors and "lm_eval is missing: pip install lm-eval" in errors
+    assert "lm_eval is missing: pip install lm-eval" in errors
 
 
 def test_sft_rows_may_be_a_data_set_of_the_hub(start, monkeypatch, tmp_path):
     write_json(tmp_path / "set/train.json", [{"prompt": "Hi", "answer": "Ho"}])
     for module in ("records.data_folder", "files.data_folder"):
         monkeypatch.setattr(f"tools.common.{module}", lambda name: tmp_path / "set")
-    monkeypatch.setattr("tools.loop.inputs.data_folder", lambda name: tmp_path / "set")
+    monkeypatch.setattr("tools.loop.check.data_folder", lambda name: tmp_path / "set")
     assert start(**{"rewards.sft_data_path": "owner/name"})["rewards.sft_data_path"] == "owner/name"
 
 
@@ -336,8 +386,7 @@ def large_model(tmp_path) -> Path:
 )
 def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, number, gib, bf16, lora, expected):
     gpus(number, gib, bf16=bf16)
-    loop, _ = read_loop([f"model={large_model}", "words=w", "output=o", f"lora_rank={lora}"])
-    chosen = machine.answer(run_spag.question(loop))
+    chosen = check.answer(read_loop([f"model={large_model}", "words=w", "output=o", f"lora_rank={lora}"]))
     chosen["deepspeed"] = Path(chosen["deepspeed"]).name
     names = ("processes", "precision", "gradient_checkpointing", "deepspeed")
     assert [chosen[name] for name in names] == expected
@@ -346,14 +395,15 @@ def test_automatic_settings_follow_the_gpus_and_what_fits(gpus, large_model, num
 @pytest.mark.parametrize(
     "imitation, ranks, expected",
     [
-        ("imitation.train_data_path=rows.json", "lora_rank=4", True),
-        ("imitation.train_data_path=rows.json", "training.lora_rank=4", False),
-        ("imitation_model=folder", "training.lora_rank=4", True),
+        ("imitation.train_data_path=rows.json", "lora_rank=4", "none"),
+        ("imitation.train_data_path=rows.json", "training.lora_rank=4", "default_offload_opt_param.json"),
+        ("imitation_model=folder", "training.lora_rank=4", "none"),
     ],
 )
-def test_memory_is_that_of_adapters_if_each_training_that_runs_has_them(imitation, ranks, expected):
-    loop, _ = read_loop(["model=m", "words=w", "output=o", imitation, ranks])
-    assert run_spag.question(loop).lora is expected
+def test_memory_is_that_of_adapters_if_each_training_that_runs_has_them(gpus, large_model, imitation, ranks, expected):
+    gpus(1, 24)
+    loop = read_loop([f"model={large_model}", "words=w", "output=o", imitation, ranks])
+    assert Path(check.answer(loop)["deepspeed"]).name == expected
 
 
 def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
@@ -404,47 +454,68 @@ def run(needed, tmp_path) -> Path:
     write_json(tmp_path / "rows.json", [{"query": "Say: ", "target": "Hi"}])
     words = {"output": run, "imitation.train_data_path": tmp_path / "rows.json", "until": "epoch1_play"}
     words |= {"control": "cloning", "temperature": 0.5, "training.lm_kl_coeff": 0.3, "play.engine": "generate"}
-    words |= {"play.per_device_eval_batch_size": 7, "training.per_device_train_batch_size": 4, "lora_rank": 4}
-    loop, _ = read_loop(words_of(needed | words))
-    write_record(loop, ["art"])
+    words |= {"training.per_device_train_batch_size": 4, "lora_rank": 4, "precision": "auto"}
+    write_record(read_loop(words_of(needed | words)), BECAME, ["art"])
     write_json(run / "imitation/model/settings.json", {"finished": True})
-    (run / "imitation/model/merged").mkdir()
+    copy_model(needed["model"], run / "imitation/model/merged")
     write_json(run / "epoch1/episodes/imitation_sampling_words_results.json", [])
     return run
 
 
 def kept(run: Path, *words: str) -> list[str]:
     """Which of imitation and games of epoch 1 a run keeps that is like `run`."""
-    loop, _ = read_loop([f"like={run}", "output=mine", *words])
+    loop = read_loop([f"like={run}", "output=mine", *words])
     return [name for name, value in (("imitation", loop.imitation_model), ("games", loop.first_episodes)) if value]
 
 
-def test_like_takes_the_settings_of_another_run_but_not_its_machine_and_how_far_it_ran(run, monkeypatch):
-    loop, line = read_loop([f"like={run}", "training.lm_kl_coeff=0.4", "output=mine"])
+def test_like_takes_the_settings_of_another_run_but_not_how_far_it_ran(run):
+    loop = read_loop([f"like={run}", "training.lm_kl_coeff=0.4", "output=mine"])
     assert loop.imitation_model == f"{run}/imitation/model/merged"
     assert loop.first_episodes == f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     assert (loop.of("play").temperature, loop.of("training").lm_kl_coeff) == (0.5, 0.4)
-    assert (loop.until, loop.control, loop.output, loop.precision) == (None, None, "mine", "fp32")
-    assert (loop.processes, loop.deepspeed, loop.gradient_checkpointing) == ("auto", "auto", "auto")
-    assert loop.stages["play"].keys() & {"engine", "per_device_eval_batch_size"} == set()
-    assert loop.of("training").per_device_train_batch_size == 4
-    assert f"kept: imitation ({loop.imitation_model}) and games of epoch 1" in line
+    assert (loop.until, loop.control, loop.output) == (None, None, "mine")
+    assert (loop.processes, loop.deepspeed, loop.precision) == (1, "none", "auto")  # as they were given
+    assert loop.of("play").engine == "generate" and loop.of("training").per_device_train_batch_size == 4
 
 
 @pytest.mark.parametrize(
-    "change, expected",
-    [
-        *((change, BOTH) for change in ("seed=1", "precision=bf16", "training.lora_rank=", "epochs=9")),
-        *((change, BOTH) for change in ("global_batch=64", "per_device_train_batch_size=1", "save_strategy=no")),
-        *((change, BOTH) for change in ("training.lm_kl_coeff=1", "control=sft", "lora_rank=4", "match.seeds=0 1")),
-        ("temperature=0.50", BOTH),  # as before
-        *((change, ["imitation"]) for change in ("play.temperature=0.8", "max_words=2", "games_per_word=2")),
-        *((change, ["imitation"]) for change in ("words=other.txt", "first_episodes=", "max_turns=3")),
-        *((change, []) for change in ("imitation.learning_rate=1", "max_length=900", "lora_rank=8")),
-    ],
+    "change",
+    ["precision=fp32", "training.lora_rank=", "epochs=9", "global_batch=64", "save_strategy=no", "control=sft"]
+    + ["training.lm_kl_coeff=1", "lora_rank=4", "match.seeds=[0, 1]", "temperature=0.50", "play.engine=slots"],
 )
-def test_a_change_makes_anew_what_depends_on_it(run, change, expected):
-    assert kept(run, change) == expected
+def test_what_decides_neither_about_imitation_nor_about_games_keeps_both(run, change):
+    assert kept(run, change) == BOTH
+
+
+@pytest.mark.parametrize(
+    "change", ["play.temperature=0.8", "max_words=2", "games_per_word=2", "seed=1", "words=x.txt"]
+)
+def test_a_change_of_the_games_is_refused_until_something_takes_their_place(run, change):
+    name = change.partition("=")[0]
+    with pytest.raises(UserError, match=rf"another {name}; add first_episodes= \("):
+        kept(run, change)
+    assert kept(run, change, "first_episodes=") == ["imitation"] and kept(run, change, "first_episodes=x.json") == BOTH
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["model=x", "game=twenty_questions", "prompt_templates=x.json", "chat_template=true", "thinking=true"]
+    + ["max_turns=3", "precision=bf16", "imitation.learning_rate=1", "max_length=900", "lora_rank=8"],
+)
+def test_a_change_of_imitation_is_refused_until_both_parts_are_given(run, change):
+    for given in ([], ["imitation_model="], ["first_episodes="]):
+        with pytest.raises(
+            UserError, match="add (imitation_model=|first_episodes=|imitation_model= first_episodes=) "
+        ):
+            kept(run, change, *given)
+    assert kept(run, change, "imitation_model=", "first_episodes=") == []
+    assert kept(run, change, "imitation_model=a", "first_episodes=") == ["imitation"]
+
+
+def test_another_imitation_model_needs_a_word_about_the_games(run):
+    with pytest.raises(UserError, match="another imitation_model; add first_episodes="):
+        kept(run, "imitation_model=other")
+    assert kept(run, "imitation_model=other", "first_episodes=x.json") == BOTH
 
 
 def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on(run, start, tmp_path):
@@ -455,67 +526,24 @@ def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on
     (tmp_path / "out/epoch1/episodes/imitation_sampling_words_rank0.jsonl").touch()
     (tmp_path / "later.json").rename(games)
     record = read_json(run / "settings.json")
-    record["settings"] |= {"epochs": 9, "rewards.decay_weight": "0.5"}
+    record["settings"] |= {"epochs": "9", "rewards.decay_weight": "0.5"}
     write_json(run / "settings.json", record)
     assert start(f"like={run}") == before
-    assert start(f"like={run}", output=tmp_path / "other")["epochs"] == 9
+    assert start(f"like={run}", output=tmp_path / "other")["epochs"] == "9"
 
 
-def test_another_imitation_model_brings_other_games(run):
-    assert kept(run, "imitation_model=other") == ["imitation"] and kept(run, "imitation_model=") == []
-    assert kept(run, "imitation_model=other", "first_episodes=x.json") == BOTH
-
-
-def test_a_run_that_was_moved_with_its_data_inside_can_be_like(run, tmp_path):
+def test_a_run_that_was_moved_with_its_data_inside_can_be_like(run, tmp_path, needed):
     (tmp_path / "rows.json").rename(run / "rows.json")
-    record = read_json(run / "settings.json")
-    record["settings"]["rewards.sft_data_path"] = f"{run}/rows.json"
-    write_json(run / "settings.json", record)
+    words = needed | {"output": run, "imitation.train_data_path": run / "rows.json"}
+    write_record(read_loop(words_of(words)), BECAME, ["art"])
     run.rename(tmp_path / "moved")
-    loop, _ = read_loop([f"like={tmp_path}/moved", "output=mine"])
-    assert loop.of("rewards").sft_data_path == f"{tmp_path}/moved/rows.json"
-
-
-def test_like_says_what_is_made_anew_because_of_which_setting(run, start, tmp_path, needed):
-    start(f"like={run}", "max_words=2", "play.top_k=3")
-    assert "kept: imitation (" in start.said and "made anew: games of epoch 1 (max_words, play.top_k)" in start.said
-    start(f"like={run}", "imitation.learning_rate=1", output=tmp_path / "other")
-    assert "kept: -; made anew: imitation (imitation.learning_rate) and games of epoch 1" in start.said
+    loop = read_loop([f"like={tmp_path}/moved", "output=mine"])
+    assert loop.of("imitation").train_data_path == [f"{tmp_path}/moved/rows.json"]
 
 
 def test_a_run_like_one_that_stopped_after_imitation_plays_epoch_1_itself(run):
     (run / "epoch1/episodes/imitation_sampling_words_results.json").unlink()
-    loop, line = read_loop([f"like={run}", "output=mine"])
-    assert loop.first_episodes is None and loop.imitation_model
-    assert "kept: imitation" in line and f"made anew: games of epoch 1 ({run} has none that are finished" in line
-
-
-@pytest.mark.parametrize(
-    "change", ["model=x", "game=twenty_questions", "prompt_templates=x.json", "chat_template=true"]
-)
-def test_another_model_or_prompt_is_refused_until_both_parts_are_given(run, change):
-    with pytest.raises(UserError, match="imitation_model= and first_episodes= too"):
-        read_loop([f"like={run}", change, "output=mine", "imitation_model="])
-    assert kept(run, change, "imitation_model=", "first_episodes=") == []
-    assert kept(run, change, "imitation_model=a", "first_episodes=") == ["imitation"]
-
-
-@pytest.mark.parametrize(
-    "has_rows, change, expected",
-    [
-        (True, "imitation.train_data_path=", "given"),
-        (True, "imitation.lm_kl_coeff=1", None),
-        (False, "imitation.lm_kl_coeff=1", "given"),
-    ],
-)
-def test_a_model_of_imitation_that_was_given_stays_where_nothing_would_train_one(run, has_rows, change, expected):
-    record = read_json(run / "settings.json")
-    record["settings"]["imitation_model"] = "given"
-    if not has_rows:
-        del record["settings"]["imitation.train_data_path"]
-    write_json(run / "settings.json", record)
-    loop, _ = read_loop([f"like={run}", "output=mine", change])
-    assert loop.imitation_model == expected
+    assert kept(run) == kept(run, "max_words=2") == ["imitation"]
 
 
 def test_like_needs_an_imitation_that_has_ended_and_a_record_of_this_loop(run):
@@ -555,7 +583,7 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, chat_mo
     own = files_setting(load_game().prompt_file)["sha256"]
     layout(own)
     begin()
-    assert "are not those of play" in begin("thinking=True", status=2)
+    assert "are not those of play" in begin("thinking=True", "rewards.training_prompt=play", status=2)
     layout("0")
     assert "are not those of play" in begin(status=2)
     layout(own, "1")
@@ -586,7 +614,7 @@ def foreign(tmp_path):
     }
     for name, rows in files.items():
         write_json(tmp_path / f"{name}.json", rows)
-    return lambda *names: {"imitation.train_data_path": " ".join(str(tmp_path / f"{name}.json") for name in names)}
+    return lambda *names: {"imitation.train_data_path": json.dumps([str(tmp_path / f"{name}.json") for name in names])}
 
 
 def test_a_model_without_a_chat_template_is_refused_before_its_imitation(start, foreign, tiny_model):
@@ -623,23 +651,42 @@ def test_play_gets_the_first_words_so_many_times(start, tmp_path):
     start(words=tmp_path / "all.txt", output=tmp_path / "other")
 
 
-def test_once_there_are_results_settings_that_change_them_are_refused(start, tmp_path):
+def test_once_a_stage_has_begun_settings_that_change_results_are_refused(start, tmp_path):
     start(seed=9, **{"imitation.learning_rate": "5E-06", "training.lm_kl_coeff": ".5"})
     before = start()  # nothing is there yet
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
-    errors = start(status=2, seed=7, **{"imitation.lm_kl_coeff": "0.3"})
-    assert "seed: 42 then, 7 now" in errors and "imitation.lm_kl_coeff: 0.1 then, 0.3 now" in errors
-    assert json.loads((tmp_path / "out/settings.json").read_text())["settings"] == before
-    same = {"imitation.learning_rate": "5E-06", "imitation.max_grad_norm": "1.00"}  # its default
-    assert start(**same) == before | same
-    free = {"processes": 2, "save_strategy": "no", "epochs": 5, "match.seeds": "0 1", "training.lm_kl_coeff": ".5"}
-    start(**free, max_words=2)  # neither training nor play has begun
-    write_json(tmp_path / "out/epoch1/model/train_results.json", {})
-    assert "training.lm_kl_coeff: .5 then, 0.2 now" in start(status=2)
-    same = {"training.lm_kl_coeff": ".5", "dataloader_num_workers": 2, "play.concurrent_games": 3}
-    start(**same)
-    errors = start(status=2, **same, **{"training.per_device_train_batch_size": 1})  # over which the loss is averaged
+    errors = start(status=2, seed=7, **{"training.lm_kl_coeff": "0.3"})
+    assert "seed: 42 then, 7 now" in errors and "training.lm_kl_coeff: 0.2 then, 0.3 now" in errors
+    assert f"like={tmp_path}/out" in errors and len(errors.splitlines()) == 1
+    assert read_json(tmp_path / "out/settings.json")["settings"] == before
+    same = {"imitation.learning_rate": "5E-06", "imitation.max_grad_norm": "1.00", "top_p": "1"}  # their defaults
+    assert start(**same).keys() == {*before, "play.top_p", "match.top_p", "imitation.max_grad_norm"}
+    free = {"processes": 2, "save_strategy": "no", "epochs": 5, "match.seeds": "[0, 1]", "match_every": 2}
+    start(**free, **{"dataloader_num_workers": 2, "play.concurrent_games": 3, "report": "false"})
+    for name, value in (("max_words", 2), ("max_turns", 3), ("control", "cloning"), ("precision", "bf16")):
+        assert f"{name}: " in start(status=2, **{name: value})
+    errors = start(status=2, **{"training.per_device_train_batch_size": 1})  # over which the loss is averaged
     assert "training.per_device_train_batch_size: 2 then, 1 now" in errors
+
+
+def test_under_step_the_micro_batch_may_change_and_a_new_flag_is_no_other_setting(start, tmp_path):
+    start(loss_normalization="step")
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    start(loss_normalization="step", per_device_train_batch_size=1)
+    record = read_json(tmp_path / "out/settings.json")
+    del record["settings"]["training.clip_range"]  # as if the flag were newer than this run
+    record["settings"]["training.gone"] = "1"  # and another one older
+    write_json(tmp_path / "out/settings.json", record)
+    start(loss_normalization="step")
+
+
+def test_the_record_holds_what_was_given_and_what_it_became(start, tmp_path):
+    given = start(precision="auto", processes="auto")
+    assert (given["precision"], given["processes"]) == ("auto", "auto")
+    became = read_json(tmp_path / "out/settings.json")["became"]
+    assert became["precision"] in ("bf16", "fp32") and became["processes"] == 1
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    start(precision=became["precision"], processes=1)
 
 
 def test_a_seed_of_0_is_a_seed(start, tmp_path):
@@ -670,7 +717,7 @@ def test_another_word_list_is_refused_once_games_are_played_and_the_played_one_s
     start()
     (tmp_path / "words.txt").write_text("art\nriver\n")
     errors = start(status=2)
-    assert "words.txt has other words" in errors and "put the list back, or delete" in errors
+    assert "words.txt has other words" in errors and "put the list back, or " in errors
     assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music", "bridge"]
 
 
@@ -680,21 +727,24 @@ def test_an_output_of_the_shells_loop_is_refused(start, tmp_path):
     assert "of an older version" in start(status=2)
 
 
-def test_an_output_that_was_moved_with_model_and_data_inside_goes_on(start, tmp_path):
-    def inside(name: str, rows: str) -> dict:
-        output = tmp_path / name
-        files = f"'{output}/a.json' {output}/{rows}"
-        return {"output": output, "model": f"{output}/base", "imitation.train_data_path": files}
+def test_a_copied_output_continues_from_another_clone(start, tmp_path, monkeypatch):
+    """Settings name files of OUTPUT and of the project relative to them; programs compare the content of files."""
 
-    (tmp_path / "out/base").mkdir(parents=True)
-    for name in ("a.json", "b.json", "c.json"):
-        write_json(tmp_path / "out" / name, [{"query": "Say: ", "target": "Hi"}])
-    start(**inside("out", "b.json"))
+    def inside(name: str) -> dict:
+        return {"output": tmp_path / name, "imitation.train_data_path": f"{tmp_path / name}/rows.json"}
+
+    write_json(tmp_path / "out/rows.json", [{"query": "Say: ", "target": "Hi"}])
+    prompts = "prompt_templates=$ROOT/configs/prompts/taboo.json"
+    before = start(prompts, **inside("out"))
+    assert before["imitation.train_data_path"] == "$OUTPUT/rows.json"
+    assert before["prompt_templates"] == "$ROOT/configs/prompts/taboo.json"
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
     (tmp_path / "out").rename(tmp_path / "moved")
-    assert start(**inside("moved", "b.json"))["model"] == f"{tmp_path}/moved/base"
-    errors = start(status=2, **inside("moved", "c.json"))
-    assert "made with other settings (imitation.train_data_path: " in errors
+    shutil.copytree(ROOT / "configs/prompts", tmp_path / "clone/configs/prompts")
+    shutil.copy(ROOT / "configs/default.toml", tmp_path / "clone/configs")
+    monkeypatch.setattr(settings, "ROOT", tmp_path / "clone")
+    after = start(prompts, **inside("moved"))
+    assert {**after, "output": before["output"]} == before
 
 
 def test_one_loop_has_the_lock_and_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):

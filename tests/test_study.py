@@ -29,7 +29,9 @@ MATCH = {"against": "imitation", "task_type": "sampling", "seeds": [0], "games_p
 def make_loop(folder: Path, seed: int, wins: tuple[int, ...] = (50, 55, 60), settings: Mapping = {}) -> Path:
     """A finished loop. `wins` are the games of 100 that imitation and the models of two epochs win as attackers."""
     settings = {"seed": seed, "output": str(folder), "words": f"{folder.parent}/words.txt", **settings}
-    write_json(folder / "settings.json", {"format": 2, "settings": settings, "made_by": {"spag": "abc123"}})
+    write_json(
+        folder / "settings.json", {"format": 3, "became": {}, "settings": settings, "made_by": {"spag": "abc123"}}
+    )
     for epoch, won in enumerate(wins[1:], start=1):
         name, place = f"epoch{epoch}", folder / f"epoch{epoch}"
         write_json(place / "model/trainer_state.json", {"global_step": 16})
@@ -400,7 +402,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     failed = call(study.main, arms, *flags, status=1).output
     assert f"seed 2 failed; log: {out}/seed2/sft.log" in failed and not (out / "table.md").exists()
     first = f"{ROOT}/configs/tiny.toml model={out}/seed2/base words=a b"
-    first += f" match.words={out}/seed2/a.txt '{out}/seed2/b c.txt' match.seeds=2"
+    first += f' match.words=["{out}/seed2/a.txt", "{out}/seed2/b c.txt"] match.seeds=["2"]'
     lines = calls.read_text().splitlines()
     assert f"{first} seed=200 output={out}/seed2/released epochs=1" in lines
     like = f"seed=0 output={out}/seed0/sft like={out}/seed0/released epochs=1 control=sft training.learning_rate=1e-4"
@@ -448,7 +450,7 @@ def test_the_loop_accepts_the_settings_of_our_studies(path, tmp_path):
     for arm in ours.arms:
         loop = study.settings_of(ours, arm, ["training.lm_kl_coeff=0.5"], 7, place)
         assert (loop.seed, loop.output, loop.of("match").seeds) == (700, str(place / arm), [7])
-        assert "{" not in str([*loop.settings().values()]) and loop.of("training").lm_kl_coeff == 0.5
+        assert "{" not in str([*loop.given.values()]) and loop.of("training").lm_kl_coeff == 0.5
 
 
 def test_the_file_of_arms_in_the_readme_is_one(tmp_path):
@@ -515,7 +517,7 @@ def test_words_of_a_study_leave_out_those_that_are_held_out(tmp_path, programs):
 
 def test_the_sft_rows_of_the_english_study_are_drawn_from_its_rows_of_imitation(tmp_path, programs):
     ours = study.read_study(str(ROOT / "configs/arms/english.toml"), [])
-    settings = study.settings_of(ours, next(iter(ours.arms)), [], 5, tmp_path).settings()
+    settings = study.settings_of(ours, next(iter(ours.arms)), [], 5, tmp_path).given
     preparations.english(str(tmp_path), 5, settings)
     assert "--rows outputs/english/data/imitation.json --number 300 --seed 5" in programs[-1]
 

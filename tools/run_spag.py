@@ -4,8 +4,9 @@
 
 Arguments are files of settings (TOML) and settings, KEY=VALUE; the last one counts, and configs/default.toml comes
 first. A file has a table for each stage, whose keys are the flags of the stage's program. A key above the tables is
-one of the loop's own settings, or a flag of every stage that has it. `KEY=` takes a setting back. The same command
-continues a loop that was stopped. A stage's log is OUTPUT/logs/STAGE.log.
+one of the loop's own settings, a flag that all stages share, or a flag of every stage that has it. A VALUE may be a
+list of TOML, and `KEY=` takes a setting back. The same command continues a loop that was stopped. A stage's log is
+OUTPUT/logs/STAGE.log.
 """
 
 import dataclasses
@@ -21,22 +22,20 @@ from pathlib import Path
 from tools.common.errors import UserError
 from tools.common.files import ROOT
 from tools.common.programs import run_program
-from tools.loop.inputs import MEASURING, PHASES, Position, check_inputs, last_position
-from tools.loop.keys import (
+from tools.loop.check import MEASURING, PHASES, Position, ask, check_inputs, last_position
+from tools.loop.settings import (
     NONE,
     OWN,
-    PROGRAMS,
-    TRAININGS,
+    SHARED,
+    TABLES,
     Loop,
-    check_command,
+    check_record,
     command_line,
     flags_of,
     has_reference,
-    plays_games,
+    read_loop,
+    write_record,
 )
-from tools.loop.machine import Question, ask
-from tools.loop.record import check_record, write_record
-from tools.loop.settings import read_loop
 from tools.loop.stages import StageFailed, Stages, hold_lock, say
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
@@ -77,11 +76,9 @@ def steps(loop: Loop) -> Iterator[Step]:
     for epoch in range(1, loop.epochs + 1):
         folder = f"{loop.output}/epoch{epoch}"
         episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
-        # No program checks that this model has played them. `begin_like` in tools/loop/settings.py keeps games of the
-        # other run only together with the model that played them, but a `first_episodes` of the user counts more.
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
-        elif plays_games(loop.control):
+        elif loop.plays_games:
             yield play_step(loop, epoch, model, player)
         yield from rows_steps(loop, epoch, episodes)
         yield self_play_step(loop, epoch, model)
@@ -89,15 +86,14 @@ def steps(loop: Loop) -> Iterator[Step]:
         player = f"epoch{epoch}"
         models[player] = model
         position = (epoch, MEASURING)
-        if "words" in loop.stages["match"] and epoch % loop.match_every == 0:
+        if "words" in loop.tables["match"] and epoch % loop.match_every == 0:
             yield match_step(loop, position, imitation, player, model)
-        if "games" in loop.stages["belief"]:
+        if "games" in loop.tables["belief"]:
             # Base and imitation are measured once, with epoch 1: the games of belief are the same in all epochs.
             yield belief_step(loop, position, models if epoch == 1 else {player: model})
         yield from report_steps(loop, position)
-    # Once, because its program makes one table of all models. It could also run in each epoch, with the `models` so
-    # far and this output_dir: it then asks only the new model, and writes the table of all again.
-    if "tasks" in loop.stages["reasoning"]:
+    # Once, because its program makes one table of all models.
+    if "tasks" in loop.tables["reasoning"]:
         flags = {
             "models": name_equals_path(models),
             "output_dir": f"{loop.output}/reasoning",
@@ -109,7 +105,7 @@ def steps(loop: Loop) -> Iterator[Step]:
 
 def imitates(loop: Loop) -> bool:
     """Whether imitation is trained. If not, `imitation_model` or the base model plays epoch 1."""
-    return "train_data_path" in loop.stages["imitation"] and not loop.imitation_model
+    return "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
 
 
 def planned_steps(loop: Loop) -> list[Step]:
@@ -124,31 +120,20 @@ def stage_step(
     """The step of a stage, whose arguments are `defaults`, the flags of its table, and the `flags` that the loop sets.
 
     Later ones replace earlier ones. `more` are further fields of the step.
-
-    A table has the same values in all epochs. A value that changes with the epoch, such as a temperature, belongs in
-    the `flags` that play_step or self_play_step give here. `flags` also replace what a user has set. So either compute
-    them from `loop.of(stage)`, or put the flag into the `set_by_loop` of its Program (tools/loop/keys.py), which
-    refuses it as a setting.
-
-    Without a change of the code, let each epoch be a run of its own: output=B like=A epochs=1 seed=43
-    imitation_model=A/epoch1/model training.lm_kl_coeff=0.1. The matches of B are then against that model. With seed=43
-    epoch 1 of B has the seed of epoch 2 of A, if A has seed=42. With LoRA the model is A/epoch1/model/merged.
     """
     # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
-    argv = command_line({**faster, **defaults, **loop.stages[stage], **flags})
-    return Step(name, position, PROGRAMS[stage].path, argv, stage, **more)
+    argv = command_line({**faster, **defaults, **loop.tables[stage], **flags})
+    return Step(name, position, TABLES[stage].program, argv, stage, **more)
 
 
 def training_step(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
     """The step in which `model` is trained. The same model is the reference of methods that have one.
 
-    In self-play it is the model that has just played, as the importance ratio needs. To start from another model, such
-    as imitation in each epoch, give this function both names. `_check_method` in arguments.py refuses that with LoRA.
-    A second model is then loaded, which `choose_deepspeed` in tools/loop/machine.py does not count.
+    In self-play it is the model that has just played, as the importance ratio needs.
     """
     table = loop.of(stage)
-    rows_at_once = loop.processes * loop.machines * max(1, table.per_device_train_batch_size)
+    rows_at_once = loop.processes * loop.machines * table.per_device_train_batch_size
     # A rounded accumulation would change the rows of a step, and so the results, with the number of GPUs.
     if loop.global_batch % rows_at_once:
         factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
@@ -171,15 +156,14 @@ def training_step(loop: Loop, stage: str, name: str, position: Position, folder:
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
     """The folder of the model that a training leaves: with LoRA, the model with its adapters merged."""
-    return f"{folder}/merged" if "lora_rank" in loop.stages[stage] else folder
+    return f"{folder}/merged" if "lora_rank" in loop.tables[stage] else folder
 
 
 def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
     """The step in which the newest model is trained on the rows of this epoch.
 
     Each epoch is a training of its own: optimizer and learning rate begin anew. So `epochs` may change between two
-    starts. `train_data_path` may be a list, to train on rows of earlier epochs too. But `model` has not played their
-    games, and the ratio and the KL of their rows would still be to `model`.
+    starts.
     """
     folder = f"{loop.output}/epoch{epoch}"
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
@@ -191,10 +175,6 @@ def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
 
 def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
     """The step in which the newest model plays against itself.
-
-    Another player of one role, such as an older model or openai:MODEL, is one of the two names here. But `game_rows`
-    in tools/selfplay/rows.py makes rows of every winner. It must then leave out the role of the other player, because
-    its messages were not drawn from the model that is trained.
 
     Each epoch has its own seed. With one seed for all, an epoch would repeat draws of the epoch before it: those of
     games, of the prompts of rows, and of the order of rows in training.
@@ -214,11 +194,7 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
-    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs.
-
-    Play and match may have another number than training: return it here. `EpisodeFiles.missing` in
-    tools/selfplay/episodes.py divides the games among any number of processes, also when a stopped play goes on.
-    """
+    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs."""
     gpus = loop.of(stage).tensor_parallel_size
     if loop.processes % gpus:
         raise UserError(f"processes={loop.processes} must be a multiple of {stage}.tensor_parallel_size, {gpus}")
@@ -230,7 +206,7 @@ def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
     folder = f"{loop.output}/epoch{epoch}/rows"
     if not loop.control:
         yield rewards_step(loop, epoch, episodes, f"{folder}/rows.json")
-    elif plays_games(loop.control):
+    elif loop.plays_games:
         yield rewards_step(loop, epoch, episodes, f"{folder}/winners.json")
         yield control_step(loop, epoch, f"{folder}/winners.json")
     else:
@@ -264,7 +240,7 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
     table = loop.of("training")
     is_by_step = table.loss_normalization == "step"  # over how many rows the loss is averaged
     known = {
-        **loop.stages["rewards"],
+        **loop.tables["rewards"],
         "tokenizer": tokenizer_of_rows(loop),
         "seed": loop.seed + epoch,
         "sft_coeff": table.lm_sft_coeff,
@@ -278,9 +254,6 @@ def match_step(loop: Loop, position: Position, imitation: str, player: str, mode
     """The step in which the newest model plays against imitation.
 
     The opponent is the same in all epochs, and in all runs with the same imitation model: so their points compare.
-    More opponents are more names in `players`, with `player` as `against`. `match_charts` in
-    tools/measure/report_page.py and `match_numbers` in tools/lab/table.py must then change too: they expect one
-    opponent, which `against` names.
     """
     flags = {
         "players": name_equals_path({"imitation": imitation, player: model}),
@@ -306,11 +279,8 @@ def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
 
 
 def report_steps(loop: Loop, position: Position) -> Iterator[Step]:
-    """The step that makes the report anew, unless `report` is false.
-
-    tools/report.py does not read the loop's settings, so it is told the game.
-    """
-    game = {name: loop.stages["play"].get(name) for name in ("game", "game_options")}
+    """The step that makes the report anew, unless `report` is false."""
+    game = {name: loop.tables["play"].get(name) for name in ("game", "game_options")}
     if loop.report:
         yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
 
@@ -328,10 +298,10 @@ def main() -> None:
     if {"-h", "--help"}.intersection(argv):
         print(help_text())
         return
-    loop, kept = read_loop(argv)
+    loop = read_loop(argv)
     words = check_inputs(loop)
-    loop = dataclasses.replace(loop, **ask(question(loop)))
-    check_commands(steps(loop))
+    became = ask(loop)
+    loop = dataclasses.replace(loop, **became)
     plan = planned_steps(loop)
     stages = Stages(loop.output, loop.machine)
     # Machine 0 alone has the lock and the record: the others work in the same output, at the same run. check=true
@@ -340,42 +310,19 @@ def main() -> None:
         stages.lock = hold_lock(loop.output)
     if loop.machine == 0:
         check_record(loop, words)
-    if kept:
-        say(kept)
     if loop.check:
         for step in plan:
             print(f"{step.name}: {shlex.join(command(loop, step))}")
         return
     if loop.machine == 0:
-        write_record(loop, words)
+        write_record(loop, became, words)
     run(loop, plan, stages)
-
-
-def question(loop: Loop) -> Question:
-    """What the loop asks about this machine."""
-    names = [field.name for field in dataclasses.fields(Question)]
-    asked = {name: getattr(loop, name) for name in names if name in OWN}
-    trainings = TRAININGS if imitates(loop) else ("training",)
-    has_lora = all("lora_rank" in loop.stages[stage] for stage in trainings)
-    gpus = loop.of("match").tensor_parallel_size if "words" in loop.stages["match"] else None
-    return Question(**asked, lora=has_lora, match_gpus=gpus)
-
-
-def check_commands(plan: Iterable[Step]) -> None:
-    """Let each stage's own parser read its command, hours before the stage may begin."""
-    for step in plan:
-        if step.stage:
-            check_command(step.stage, step.argv)
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
     """Run the steps, one at a time: a launch uses all GPUs. Delete the checkpoints of each training that has ended.
 
-    A further start runs each program again. The program itself sees that its work is done (`stage` in utils.py). To
-    end or change the course by a result, such as too many ties, read its file after `stages.run`: for play it is
-    OUTPUT/epochK/episodes/*_summary.json. Each machine decides for itself, so take only files of OUTPUT.
-
-    The minutes in the last line are those of this start alone. logs/STAGE.log shows when each start began.
+    A further start runs each program again, and the program itself sees that its work is done.
     """
     begin = time.monotonic()
     for step in plan:
@@ -426,13 +373,7 @@ def threads(loop: Loop, step: Step) -> dict[str, str]:
 
 
 def delete_checkpoints(folder: str) -> None:
-    """Delete the checkpoints of a training that has ended: at 7B one has 94 GB, and only a killed training needs it.
-
-    Models must stay. A further start runs the programs that read them again, and `stage` in utils.py compares digests.
-
-    To keep checkpoints, leave out the call in `run`. While a training runs, `old_checkpoints` in trainers.py also
-    deletes all but the last `save_total_limit`, which is 1 in configs/default.toml.
-    """
+    """Delete the checkpoints of a training that has ended: at 7B one has 94 GB, and only a killed one needs it."""
     for path in Path(folder).glob("checkpoint-*"):
         try:
             shutil.rmtree(path)
@@ -444,10 +385,11 @@ def help_text() -> str:
     """The settings of the loop itself, and the commands that show the flags of the stages."""
     lines = [__doc__.strip(), "", "settings of the loop:"]
     for name, own in OWN.items():
-        default = "needed" if own.default is dataclasses.MISSING else f"default: {own.default}"
+        default = "required" if own.default is dataclasses.MISSING else f"default: {own.default}"
         lines.append(f"  {name:23}{own.metadata['help']} ({default})".replace(" (default: None)", ""))
+    lines += ["", f"flags that all stages share, above the tables: {' '.join(sorted(SHARED))}"]
     lines += ["", "tables, and the command that shows the flags of each:"]
-    lines += [f"  {f'[{stage}]':23}python {program.path} --help" for stage, program in PROGRAMS.items()]
+    lines += [f"  {f'[{stage}]':23}python {table.program} --help" for stage, table in TABLES.items()]
     return "\n".join(lines)
 
 

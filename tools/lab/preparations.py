@@ -110,8 +110,8 @@ def newest_model(loop: str) -> list[str]:
 
 def english(folder: str, seed: int, settings: dict) -> None:
     """Draw 300 rows of imitation, which are SFT rows."""
-    (rows,) = settings["imitation.train_data_path"]
-    draw(rows, 300, seed, Path(folder, "anchor.json"))
+    rows = settings["imitation.train_data_path"]
+    draw(rows[0] if isinstance(rows, list) else rows, 300, seed, Path(folder, "anchor.json"))
 
 
 def qwen15(folder: str, seed: int, settings: dict) -> None:

@@ -27,8 +27,7 @@ from tools.common.flags import FlagGroup, build_parser, flag
 from tools.common.programs import INTERRUPTED, run_program
 from tools.games.game import load_member
 from tools.lab import table
-from tools.loop.keys import PROGRAMS, Loop, nearest, prefix_errors
-from tools.loop.settings import read_loop
+from tools.loop.settings import TABLES, Loop, nearest, prefix_errors, read_loop
 from tools.loop.stages import TERMINATED, environment, say
 
 # For each program, because seeds run side by side. Where the user has set these variables, they stay: a single seed on
@@ -109,8 +108,8 @@ def settings_of(study: Study, arm: str, settings: Sequence[str], seed: int = 0, 
     argv = loop_argv(study, arm, seed, folder, settings)
     if like := like_of(study, arm):
         argv = [*loop_argv(study, like, seed, folder, settings), *argv]
-    loop, _ = read_loop(argument for argument in argv if not argument.startswith("like="))
-    for stage in PROGRAMS:
+    loop = read_loop(argument for argument in argv if not argument.startswith("like="))
+    for stage in TABLES:
         loop.of(stage)  # reads the values
     return loop
 
@@ -143,7 +142,7 @@ def arguments_of(settings: Mapping[str, Any], names: Mapping[str, str], before: 
         if isinstance(value, dict):
             yield from arguments_of(value, names, f"{before}{key}.")
         elif isinstance(value, list):
-            yield f"{before}{key}={shlex.join(fill_names(item, names) for item in value)}"
+            yield f"{before}{key}={json.dumps([fill_names(item, names) for item in value], ensure_ascii=False)}"
         else:
             yield f"{before}{key}={fill_names(value, names)}"
 
@@ -171,7 +170,7 @@ def run_seed(study: Study, settings: Sequence[str], folder: Path, seed: int) -> 
     """
     folder.mkdir(parents=True, exist_ok=True)
     if study.prepare:
-        of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).settings()
+        of_first = settings_of(study, next(iter(study.arms)), settings, seed, folder).given
         run(function_command(study.prepare, folder=str(folder), seed=seed, settings=of_first), folder / "prepare.log")
     for arm in study.arms:
         argv = loop_argv(study, arm, seed, folder, settings)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from tools.common.files import ROOT, read_json, write_json
-from tools.loop.record import read_record
+from tools.loop.settings import read_record
 from tools.measure.estimates import (
     CONFIDENCE,
     EQUIVALENCE,

@@ -6,6 +6,7 @@ Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quicks
 0, and `seed` is that of the loop alone: so runs with other seeds have the same words and the same base model.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -15,14 +16,14 @@ import time
 from pathlib import Path
 
 from tools.common.errors import UserError
+from tools.common.files import ROOT
 from tools.common.programs import run_program
-from tools.loop.keys import Settings
-from tools.loop.settings import read_argument
+from tools.loop.settings import Loop, Settings, command_line, read_argument, read_loop
 from tools.loop.stages import STOPPING, Stages, say
 
 # The world and the loop of QUICK=1. Its model wins hardly a game, so it learns from all messages.
 QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()
-QUICK_LOOP = "epochs=1 max_words=40 games_per_word=1 global_batch=32 per_device_train_batch_size=32".split()
+QUICK_LOOP = "epochs=1 max_words=40 games_per_word=1 global_batch=32".split()
 QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".split()
 
 QUICK_NOTE = (
@@ -45,12 +46,12 @@ def main() -> None:
     output = str(given["output"])
     world = [sys.executable, "-m", "tools.lab.world.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
-    status = run_loop([*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]])
-    if status:
+    words = [*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]]
+    if status := run_loop(words):
         sys.exit(status)
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
     say(f"the quick start took {minutes} min {seconds} s; points against the imitation model after each epoch:")
-    for line in last_lines(Path(output)):
+    for line in last_lines(read_loop(words)):
         print(line)
     if quick:
         print(QUICK_NOTE)
@@ -59,15 +60,16 @@ def main() -> None:
 def settings(output: str) -> list[str]:
     """The settings of the loop on the world in a folder."""
     data = f"{output}/data"
-    words = shlex.join([f"played={data}/words.txt", f"held_out={data}/held_out.txt"])
+    lists = [f"played={data}/words.txt", f"held_out={data}/held_out.txt"]
     return [
-        "configs/tiny.toml",
+        str(ROOT / "configs" / "tiny.toml"),
+        f"processes={min(2, os.cpu_count() or 1)}",
         f"model={output}/base",
         f"output={output}",
         f"words={data}/words.txt",
-        f"imitation.train_data_path={shlex.quote(f'{data}/imitation.json')}",
+        f"imitation.train_data_path={data}/imitation.json",
         f"rewards.sft_data_path={data}/facts.json",
-        f"match.words={words}",
+        f"match.words={json.dumps(lists, ensure_ascii=False)}",
     ]
 
 
@@ -80,30 +82,28 @@ def run_loop(arguments: list[str]) -> int:
     return loop.wait()
 
 
-def last_lines(output: Path) -> list[str]:
+def last_lines(loop: Loop) -> list[str]:
     """The points of each epoch, where the report is, and the command that plays against the newest model."""
+    output = Path(loop.output)
     matches = sorted(output.glob("epoch*/eval/matches.txt"), key=lambda path: epoch_of(path.parents[1]))
     points = [path.read_text(encoding="utf-8").splitlines()[-1] for path in matches]
     report = output / "report.html"
     models = [output / "imitation" / "model"]
     models += sorted(output.glob("epoch*/model"), key=lambda path: epoch_of(path.parent))
-    # The model hints at a word, the person has one guess. These values repeat configs/tiny.toml, which the loop reads.
+    # The model hints at a word, the person has one guess.
     merged = models[-1] / "merged"  # where lora_rank is set, the folder itself has adapters alone
+    names = ("prompt_templates", "max_turns", "max_length", "max_new_tokens", "temperature")
     play = {
         "attacker_model_name_or_path": merged if merged.is_dir() else models[-1],
         "defender_model_name_or_path": "human",
-        "data_path": output / "data" / "words.txt",
-        "prompt_templates": "configs/prompts/tiny.json",
-        "max_turns": 3,
-        "max_length": 160,
-        "max_new_tokens": 24,
-        "temperature": 1.0,
+        "data_path": loop.words,
+        **{name: loop.tables["play"][name] for name in names},
         "output_dir": output / "me",
         "model_prefix": "me",
         "data_suffix": "words",
     }
-    flags = shlex.join(word for name, value in play.items() for word in (f"--{name}", str(value)))
     shown = [f"report, to open in a browser: {report}"] if report.is_file() else []
+    flags = shlex.join(command_line(play))
     return [*points, *shown, f"play against the newest model: .venv/bin/python -m tools.play_llm_game {flags}"]
 
 

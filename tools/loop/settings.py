@@ -1,95 +1,383 @@
-"""The settings of a loop: read from files of TOML and from KEY=VALUE, and taken from another run."""
+"""The settings of a loop: read from files of TOML and KEY=VALUE, taken from another run, and recorded.
 
+A setting has a name, `epochs` or `play.temperature`, and a value, a text or a list of texts, as it would stand on the
+command line of the stage's program. That program's own parser reads it.
+"""
+
+import dataclasses
+import difflib
+import functools
 import os
+import re
 import tomllib
-from collections.abc import Iterable
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
 from tools.common.errors import UserError
-from tools.common.files import ROOT, read_json, read_text
-from tools.common.flags import parse_flags
-from tools.loop.keys import (
-    OWN,
-    PROGRAMS,
-    TRAININGS,
-    Loop,
-    OwnSettings,
-    Settings,
-    Value,
-    expand,
-    plays_games,
-    prefix_errors,
-    with_equals,
+from tools.common.files import ROOT, read_json, read_text, read_words, write_json, write_words
+from tools.common.flags import (
+    BOOLEANS,
+    FlagGroup,
+    build_parser,
+    check_values,
+    flag,
+    flag_fields,
+    is_compared,
+    parse_bool,
+    parse_flags,
 )
-from tools.loop.record import THIS_MACHINE, begun_stages, differs, is_free, read_record, with_output
+from tools.common.records import made_by
+from tools.controls import CONTROLS, Control
 
+AUTO = "auto"
+NONE = "none"
 DEFAULTS = ROOT / "configs" / "default.toml"
-NEEDED = ("model", "words", "output")
+FORMAT = 3  # of OUTPUT/settings.json
 LORA_RATE = "1e-4"  # merging adapters into bf16 weights loses smaller updates
-# If one of these differs, a run that is `like` another must say what takes the place of its imitation and games: the
-# imitation model has learned this game in these prompts.
-FOUNDATION = ("model", "play.game", "play.game_options", "play.prompt_templates", "play.chat_template")
-OF_EPISODES = ("words", "max_words", "games_per_word")
+OF_GAMES = ("words", "max_words", "games_per_word", "seed")  # beside [play], and what decides about imitation
+PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
+Value = str | list[str]
+Settings = dict[str, Value | None]  # by name; None: taken back
 
 
-def read_loop(arguments: Iterable[str]) -> tuple[Loop, str | None]:
-    """The settings of files and of KEY=VALUE, and a line that says what a run keeps of the one that it is `like`."""
+def whole_number_or_auto(text: str) -> int | str:
+    """The `type` of `processes`."""
+    if text == AUTO:
+        return text
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ArgumentTypeError(f"expected auto or a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def boolean_or_auto(text: str) -> bool | str:
+    """The `type` of `gradient_checkpointing`."""
+    if text != AUTO and text.lower() not in BOOLEANS:
+        raise ArgumentTypeError(f"expected auto, True or False, got {text!r}")
+    return text if text == AUTO else parse_bool(text)
+
+
+@dataclass(kw_only=True)
+class OwnSettings(FlagGroup):
+    """The settings of the loop itself. All others are flags of a stage.
+
+    Models, games and words are not compared here, because the programs that read them compare their content.
+    """
+
+    model: str = flag("base model: a folder, or a name on the hub", compared=False)
+    words: str = flag("word list of self-play, one word a line", compared=False)
+    output: str = flag("folder of all results", compared=False)
+    imitation_model: str | None = flag(
+        "a trained imitation model, instead of training one", default=None, compared=False
+    )
+    first_episodes: str | None = flag("file of episodes, instead of playing epoch 1", default=None, compared=False)
+    like: str | None = flag(
+        "output of another run: its settings, its imitation model and its games of epoch 1",
+        default=None,
+        compared=False,
+    )
+    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=tuple(CONTROLS))
+    until: str | None = flag(
+        "stop after imitation, epochK_play, epochK_rewards or epochK_train; without it the same command goes on",
+        default=None,
+        compared=False,
+    )
+    epochs: int = flag("epochs of self-play", default=3, at_least=0, compared=False)
+    seed: int = flag(
+        "seed of play, rows and training; epoch k adds k, so take seeds that are further apart",
+        default=42,
+        at_least=0,
+    )
+    max_words: int | None = flag("play only this number of words, the first of the list", default=None, at_least=1)
+    games_per_word: int = flag("games of each word in an epoch", default=1, at_least=1)
+    global_batch: int = flag("rows of an optimizer step, over all processes", default=128, at_least=1)
+    match_every: int = flag(
+        "a match follows each epoch whose number is a multiple of this", default=1, at_least=1, compared=False
+    )
+    machines: int = flag(
+        "machines; the same command runs on each, with `output` shared", default=1, at_least=1, machine=True
+    )
+    machine: int = flag("number of this machine, from 0", default=0, at_least=0, machine=True)
+    processes: int | str = flag(
+        "processes of this machine; auto: one for each GPU, else 1",
+        default=AUTO,
+        type=whole_number_or_auto,
+        machine=True,
+    )
+    precision: str = flag(
+        "numbers of training and play; auto: bf16 where GPU or CPU compute it, else fp16 on GPUs, fp32 on CPUs",
+        default=AUTO,
+        choices=(AUTO, "bf16", "fp16", "fp32"),
+    )
+    gradient_checkpointing: bool | str = flag(
+        "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto, machine=True
+    )
+    deepspeed: str = flag(
+        "a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO, machine=True
+    )
+    # With port 0 torch takes a free one, so that several loops can run on one machine.
+    rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0", machine=True)
+    rendezvous_id: str = flag(
+        "name of the launch, which keeps machines of another launch out", default="spag", machine=True
+    )
+    report: bool = flag("make report.html after each epoch", default=True, compared=False)
+    check: bool = flag("end after the checks, and print the command of each stage", default=False, compared=False)
+
+
+OWN = {each.name: each for each in flag_fields(OwnSettings)}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A stage: its program and what the loop knows of the program's flags.
+
+    `flags`: their dataclass; None: train.py's, which brings transformers. `set_by_loop`: the loop sets them, so no
+    setting may. `inputs`: they name files, or rows that may be a data set of the hub. `results`: once there are such
+    files in OUTPUT, the stage has begun; none for measures, whose table may change at any time.
+    """
+
+    program: str
+    flags: type | None
+    set_by_loop: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+
+def _training(folder: str, *more: str) -> Table:
+    sets = "output_dir model_name_or_path ref_model_name_or_path gradient_accumulation_steps gradient_checkpointing"
+    return Table(
+        "train.py",
+        None,
+        (*sets.split(), "deepspeed", "lora_merge", "seed", *more),
+        ("train_data_path", "eval_data_path"),
+        tuple(f"{folder}/model/{name}" for name in ("train_results.json", "*.safetensors", "checkpoint-*")),
+    )
+
+
+PLAYERS = ("attacker_model_name_or_path", "defender_model_name_or_path")
+TABLES = {
+    "imitation": _training("imitation"),
+    "play": Table(
+        "tools/play_llm_game.py",
+        play_llm_game.Flags,
+        (*PLAYERS, "data_path", "output_dir", "model_prefix", "data_suffix", "max_games", "seed"),
+        ("prompt_templates",),
+        ("epoch*/episodes/*_results.json", "epoch*/episodes/*_rank*.jsonl"),
+    ),
+    "rewards": Table(
+        "tools/assign_rewards.py",
+        assign_rewards.Flags,
+        ("input_data_path", "output_data_path", "tokenizer", "seed"),
+        ("sft_data_path",),
+        ("epoch*/rows/rows.json",),
+    ),
+    "training": _training("epoch*", "train_data_path"),
+    "match": Table("tools/evaluate_games.py", evaluate_games.Flags, ("players", "against", "output_dir"), ("words",)),
+    "belief": Table(
+        "tools/evaluate_belief.py",
+        evaluate_belief.Flags,
+        ("models", "output_dir", "max_length"),
+        ("games", "candidates"),
+    ),
+    "reasoning": Table("tools/evaluate_reasoning.py", evaluate_reasoning.Flags, ("models", "output_dir")),
+}
+TRAININGS = ("imitation", "training")
+SHARED = {
+    each.name
+    for table in TABLES.values()
+    for each in (flag_fields(table.flags) if table.flags else ())
+    if each.metadata["shared"]
+}
+
+
+@dataclass(kw_only=True)
+class Loop(OwnSettings):
+    """All settings of a loop: its own as attributes, and the flags of each stage."""
+
+    tables: dict[str, dict[str, Value]] = field(default_factory=dict)
+    given: Settings = field(default_factory=dict)  # by name
+
+    def of(self, stage: str) -> Namespace:
+        """The values of a stage's flags as its parser reads them, defaults too. UserError that names the table."""
+        with prefix_errors(f"[{stage}] "):
+            read = parser_of(stage).parse_args(command_line(self.tables[stage], joined=True))
+            if flags := TABLES[stage].flags:
+                check_values(read, flags)
+            else:
+                import arguments
+
+                arguments.set_method_defaults(read)
+        return read
+
+    @property
+    def control_class(self) -> type[Control] | None:
+        return CONTROLS.get(self.control or "")
+
+    @property
+    def plays_games(self) -> bool:
+        """Some controls take the rows of another run instead."""
+        return self.control_class is None or self.control_class.plays_games
+
+
+@functools.cache
+def parser_of(stage: str) -> ArgumentParser:
+    """The parser of a stage's program, in which no flag is required: a table lacks the flags that the loop sets."""
+    if flags := TABLES[stage].flags:
+        parser: ArgumentParser = build_parser(flags)
+    else:
+        import arguments  # brings transformers, which takes 5 s
+
+        parser = arguments.build_parser()
+    for action in parser._actions:
+        if action.required:
+            action.required = False
+            action.default = None
+    return parser
+
+
+@functools.cache
+def flags_of(stage: str) -> set[str]:
+    return {action.dest for action in parser_of(stage)._actions} - {"help"}
+
+
+def command_line(flags: Mapping[str, Any], *, joined: bool = False) -> list[str]:
+    """A command line: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None leaves a flag out.
+
+    With `joined`, --n=3: so a flag that is true or false refuses another value, instead of standing alone before it.
+    """
+    argv = []
+    for name, value in flags.items():
+        if isinstance(value, list):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            argv += [f"--{name}={value}"] if joined or str(value).startswith("-") else [f"--{name}", str(value)]
+    return argv
+
+
+@contextmanager
+def prefix_errors(where: str) -> Iterator[None]:
+    """Begin the message of a UserError in this block with where it arose: a parser only knows its flag."""
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(r"^argument --(\w+)(/--[\w-]+)*", r"\1", str(error))
+        raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
+
+
+def has_reference(train_method: str) -> bool:
+    """Whether a method of train.py compares with a reference model."""
+    import arguments
+
+    return arguments.REFERENCE_NAME in arguments.METHOD_ARGUMENTS.get(train_method, {})
+
+
+# Reading.
+
+
+def read_loop(arguments: Iterable[str]) -> Loop:
+    """The loop of a command line: files of settings and KEY=VALUE, of which the last one counts."""
     changes: Settings = {}
-    for argument in (argument.strip("\r") for argument in arguments):  # of $(cat FILE) with Windows' line ends
-        changes |= read_argument(argument)
-    begun = begin_like(str(changes["like"]), changes) if changes.get("like") else None
-    settings = begun.settings if begun else read_file(DEFAULTS)
-    settings |= changes | learning_rates(settings, changes)
-    own = {name: str(value) for name, value in settings.items() if name in OWN and value is not None}
-    if missing := [name for name in NEEDED if name not in own]:
-        raise UserError(f"{missing[0]}=... is missing (--help shows the settings)")
-    with prefix_errors(""):
-        read = parse_flags(OwnSettings, with_equals(own), description="")
-    stages: dict[str, dict[str, Value]] = {stage: {} for stage in PROGRAMS}
-    for name, value in settings.items():
-        stage, dot, key = name.rpartition(".")
-        if dot and value is not None:
-            stages[stage][key] = value
-    loop = Loop(**vars(read), stages=stages, settings_of_like=begun.stored if begun else {})
-    return loop, begun.line if begun else None
+    for argument in arguments:
+        changes |= read_argument(argument.strip("\r"))  # of $(cat FILE) with Windows' line ends
+    if like := changes.get("like"):
+        return begin_like(str(like), changes)
+    base = read_file(DEFAULTS)
+    return make_loop(base | changes | learning_rates(base, changes))
 
 
 def read_argument(argument: str) -> Settings:
-    """The settings of KEY=VALUE, or of a file, whose path may have a "=" too."""
+    """The settings of KEY=VALUE, or of a file, whose path may have a "=" too.
+
+    A VALUE that is a list or a quoted text of TOML is read so; any other is a text, and empty takes the setting back.
+    """
     name, equals, value = argument.partition("=")
     if not equals or "/" in name or os.path.isfile(argument):
         return read_file(argument)
-    return expand(name, value, split=True)
+    read: Any = value
+    with suppress(tomllib.TOMLDecodeError):
+        read = tomllib.loads(f"value = {value}", parse_float=str)["value"]
+    return settings_of_key(name, read if isinstance(read, str | list) else value)
 
 
 def read_file(path: str | Path) -> Settings:
     """The settings of a TOML file. Keys above its tables come first, so a key of a table counts more."""
-    text = read_text(path)
     try:
-        tree = tomllib.loads(text, parse_float=str)
+        tree = tomllib.loads(read_text(path), parse_float=str)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML: {error}") from None
     settings: Settings = {}
     with prefix_errors(f"{path}: "):
-        for name, value in tree.items():
-            if name not in PROGRAMS:
-                settings |= expand(name, value, split=False)
-        for table in PROGRAMS:
-            keys = tree.get(table, {})
-            if not isinstance(keys, dict):
-                raise UserError(f"{table}: it is a table, [{table}], with keys below it")
-            for key, value in keys.items():
-                settings |= expand(f"{table}.{key}", value, split=False)
+        for name in sorted(tree, key=lambda name: name in TABLES):
+            if name not in TABLES:
+                settings |= settings_of_key(name, tree[name])
+            elif not isinstance(tree[name], dict):
+                raise UserError(f"{name}: it is a table, [{name}], with keys below it")
+            else:
+                for key, value in tree[name].items():
+                    settings |= settings_of_key(f"{name}.{key}", value)
     return settings
+
+
+def settings_of_key(name: str, value: Any) -> Settings:
+    """The settings that one key means: a flag above the tables is a setting of every stage that has it."""
+    if isinstance(value, dict):
+        what = "write it as a text of JSON" if "." in name else f"there is no table [{name}]{nearest(name, TABLES)}"
+        raise UserError(f"{name}: {what}")
+    if name in OWN and isinstance(value, list):
+        raise UserError(f"{name}: it takes one value")
+    texts = [to_text(name, each) for each in value] if isinstance(value, list) else to_text(name, value)
+    return dict.fromkeys(names_of_key(name), texts or None)
+
+
+def names_of_key(name: str) -> list[str]:
+    """The names of the settings that a key means. UserError for one that nothing takes, or that the loop sets."""
+    table, dot, key = name.rpartition(".")
+    if not dot and (name in OWN or name in SHARED):
+        return [name]
+    if dot and table not in TABLES:
+        raise UserError(f"{name}: there is no table [{table}]{nearest(table, TABLES)}")
+    if key in PRECISION:
+        raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
+    if re.search(r"[_-]token$", key):
+        raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... instead")
+    having = [stage for stage in ([table] if dot else TABLES) if key in flags_of(stage)]
+    if not having and dot:
+        raise UserError(f"{name}: no flag of {TABLES[table].program}{nearest(key, flags_of(table))}")
+    if not having:
+        known = set(OWN).union(*map(flags_of, TABLES))
+        raise UserError(f"{name}: neither a setting of the loop nor a flag of a stage{nearest(key, known)}")
+    if key in SHARED:
+        raise UserError(f"{name}: all stages share {key}; write it above the tables, without [{table}]")
+    names = [f"{stage}.{key}" for stage in having if key not in TABLES[stage].set_by_loop]
+    if not names:
+        raise UserError(f"{name}: the loop sets this flag")
+    return names
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; the nearest that exists: {close[0]}" if close else ""
+
+
+def to_text(name: str, value: Any) -> str:
+    """A value as a text, in which ~ and $ROOT are replaced."""
+    text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), str(value).strip("\r"))
+    # $NAME, ${NAME}, $(a command), or a $ that stands alone. No shell reads a file of settings: it would stay there.
+    if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
+        raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
+    # ~ as a whole path or as its first part, where the text begins or behind a =, as in NAME=~/model
+    return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)
 
 
 def learning_rates(base: Settings, changes: Settings) -> Settings:
     """The learning rates of trainings that get adapters, or lose them, without a learning rate of their own."""
     rates: Settings = {}
     for stage in TRAININGS:
-        lora_rank = f"{stage}.lora_rank"
-        learning_rate = f"{stage}.learning_rate"
+        lora_rank, learning_rate = f"{stage}.lora_rank", f"{stage}.learning_rate"
         if lora_rank not in changes or learning_rate in changes:
             continue
         if bool(changes[lora_rank]) != bool(base.get(lora_rank)):
@@ -97,91 +385,197 @@ def learning_rates(base: Settings, changes: Settings) -> Settings:
     return rates
 
 
-# A run like another.
+def make_loop(settings: Settings) -> Loop:
+    """The loop of these settings. A shared one goes to the table of each stage that has the flag."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in ("model", "words", "output"):
+        if name not in given:
+            raise UserError(f"{name}=... is missing (--help shows the settings)")
+    argv = command_line({name: value for name, value in given.items() if name in OWN}, joined=True)
+    with prefix_errors(""):
+        own = parse_flags(OwnSettings, argv, description="")
+    tables: dict[str, dict[str, Value]] = {stage: {} for stage in TABLES}
+    for name, value in given.items():
+        stage, _, key = name.rpartition(".")
+        for taker in [stage] if stage else [each for each in TABLES if name in SHARED and name in flags_of(each)]:
+            tables[taker][key] = value
+    return Loop(**vars(own), tables=tables, given=given)
 
 
-class BegunLike(NamedTuple):
-    """What a run takes from the one that it is like."""
-
-    settings: Settings  # before the changes of the command line
-    stored: Settings  # those of the other run
-    line: str  # what is kept, and what is made anew
+# Differences, and a run like another.
 
 
-def begin_like(folder: str, changes: Settings) -> BegunLike:
-    """The settings of another run, with its imitation model and its games of epoch 1 if they can be kept.
+def differences(then: Loop, now: Loop, *, paths: bool = False) -> dict[str, str]:
+    """A phrase for each setting that has another value and is compared; with `paths`, also for those that name files.
 
-    Both are kept unless a changed setting decides them, so that the runs do not differ by another draw of imitation or
-    games too. Which settings decide them is in FOUNDATION, OF_EPISODES, and `is_free` of tools/loop/record.py.
-
-    The other run may go on: once a stage of this run has begun, `settings_of_like` takes the other run's settings from
-    this run's own settings.json, where `write_record` in tools/loop/record.py keeps them as "like".
+    What is not given has its program's default on both sides.
     """
-    stored = settings_of_like(folder, str(changes.get("output")))
-    dropped = THIS_MACHINE | {"output", "like", "control", "until", "check"}
-    settings = {name: value for name, value in stored.items() if name.rpartition(".")[2] not in dropped}
-    different = {name for name in changes if not is_free(name) and differs(name, stored, changes)}
-    given = changes.keys() & {"imitation_model", "first_episodes"}
-    foundation = different.intersection(FOUNDATION)
-    if foundation and len(given) < 2:
-        remedy = "say imitation_model= and first_episodes= too (empty: made anew; a path: kept)"
-        raise UserError(f"like={folder}: {', '.join(sorted(foundation))} must be those of {folder}; {remedy}")
-    why_imitate = {name for name in different if name.startswith("imitation.")}
-    # Another imitation model would play other games, so what decides imitation decides the games too.
-    why_play = why_imitate | {name for name in different if name in OF_EPISODES or name.startswith("play.")}
-    if "imitation_model" in given:
-        why_play.add("imitation_model")  # a model trains on its own games
-    else:
-        settings["imitation_model"] = imitation_of(folder, settings | changes, anew=why_imitate)
-    settings["first_episodes"] = None if why_play else stored["first_episodes"]
-    line = kept_and_anew(folder, settings | changes, why_imitate | foundation, why_play | foundation)
-    return BegunLike(settings, stored, line)
+    found = {}
+    for name, own in OWN.items():
+        is_path = paths and name in ("model", "words")
+        if own.metadata["compared"] or is_path:
+            found[name] = [getattr(loop, name) for loop in (then, now)]
+    for stage, table in TABLES.items():
+        values = then.of(stage), now.of(stage)
+        for name in flags_of(stage) if table.results else ():
+            if (paths and name in table.inputs) or compares(stage, name, values[1]):
+                found[name if name in SHARED else f"{stage}.{name}"] = [getattr(each, name) for each in values]
+    different = {name: values for name, values in found.items() if real_paths(values[0]) != real_paths(values[1])}
+    return {name: f"{name}: {old} then, {new} now" for name, (old, new) in different.items()}
 
 
-def kept_and_anew(folder: str, now: Settings, why_imitate: set[str], why_play: set[str]) -> str:
-    """A line: what a run keeps of the one that it is like, and what it makes anew because of which settings."""
-    kept = []
-    anew = []
-    if now.get("imitation_model"):
-        kept.append(f"imitation ({now['imitation_model']})")
-    elif now.get("imitation.train_data_path"):
-        anew.append(f"imitation ({', '.join(sorted(why_imitate)) or 'imitation_model='})")
-    if plays_games(now.get("control")):
-        if now.get("first_episodes"):
-            kept.append(f"games of epoch 1 ({now['first_episodes']})")
-        else:
-            why = ", ".join(sorted(why_play)) or f"{folder} has none that are finished, or first_episodes="
-            anew.append(f"games of epoch 1 ({why})")
-    return f"like={folder}: kept: {' and '.join(kept) or '-'}; made anew: {' and '.join(anew) or '-'}"
+def real_paths(value: Any) -> Any:
+    """A value to compare: paths that exist in their absolute form; an empty list is none."""
+    if isinstance(value, list):
+        return [real_paths(each) for each in value] or None
+    return os.path.realpath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
-def settings_of_like(folder: str, output: str) -> Settings:
-    """The settings of a run that another one is like: as they were when that one began, because the run may go on."""
-    path = Path(output, "settings.json")
-    if path.is_file() and begun_stages(Path(output)):
-        record = read_record(output)
+def compares(stage: str, name: str, values: Namespace) -> bool:
+    """Whether the loop's record compares this flag of a stage. Programs compare the content of their files."""
+    table = TABLES[stage]
+    if name in table.inputs:
+        return False
+    if table.flags:
+        (declared,) = [each for each in flag_fields(table.flags) if each.name == name]
+        return is_compared(declared, values)
+    import arguments
+
+    return arguments.compares(name, values)
+
+
+def begin_like(folder: str, changes: Settings) -> Loop:
+    """A loop with the settings of another run, its imitation model and its games of epoch 1.
+
+    UserError if a changed setting decides about imitation or games, and nothing says what takes their place.
+    """
+    stored, became = settings_of_like(folder, changes.get("output"))
+    base = {name: value for name, value in stored.items() if name not in ("like", "control", "until", "check")}
+    then = dataclasses.replace(make_loop(base), precision=became["precision"])
+    if "imitation_model" not in changes:
+        base["imitation_model"] = imitation_of(folder, then)
+    loop = make_loop(base | {"output": None} | changes | learning_rates(base, changes))
+    precision = then.precision if loop.precision == AUTO else loop.precision
+    changed = set(differences(then, dataclasses.replace(loop, precision=precision), paths=True))
+    of_imitation = {name for name in changed if is_about(name, "imitation") or name in SHARED | {"model", "precision"}}
+    of_games = {name for name in changed if is_about(name, "play") or name in OF_GAMES} | of_imitation
+    of_games |= {"imitation_model"} & changes.keys()  # a model trains on its own games
+    has_games = base["first_episodes"] and loop.plays_games
+    needed = {"imitation_model": of_imitation, "first_episodes": of_games if has_games else of_imitation}
+    if missing := [f"{name}=" for name, why in needed.items() if why and name not in changes]:
+        why = ", ".join(sorted(set().union(*needed.values())))
+        remedy = f"add {' '.join(missing)} (empty: made anew; a path: kept)"
+        raise UserError(f"like={folder}: its imitation or games would be others with another {why}; {remedy}")
+    return loop
+
+
+def is_about(name: str, stage: str) -> bool:
+    return name.startswith(f"{stage}.")
+
+
+def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]:
+    """The settings of the run in `folder`, with its first games, and what `auto` became there.
+
+    The other run may go on: once a stage of the run in `output` has begun, this one's own record has them.
+    """
+    if output and has_begun(str(output)) and Path(str(output), "settings.json").is_file():
+        record = read_record(str(output))
         if record["settings"].get("like") == folder:
-            return record["like"]
-    stored = read_record(folder)["settings"]
-    stored = with_output(stored, [str(Path(stored["output"]))], str(Path(folder)))  # which may have been moved
-    return stored | {"first_episodes": episodes_of(folder, stored)}
+            return with_folders(record["like"]["settings"], folder), record["like"]["became"]
+    record = read_record(folder)
+    settings = with_folders(record["settings"], folder)
+    games = sorted(map(str, Path(folder, "epoch1", "episodes").glob("*_words_results.json")))
+    first = {"first_episodes": settings.get("first_episodes") or (games[0] if games else None)}
+    return settings | first, record["became"]
 
 
-def imitation_of(folder: str, settings: Settings, *, anew: Iterable[str]) -> Value | None:
-    """The imitation model that a run like another begins with. None: it trains one, or the base model plays."""
-    model = settings.get("imitation_model")
-    rows = settings.get("imitation.train_data_path")
-    if anew:
-        return None if rows else model  # without rows the model was given, not trained
-    if model or not rows:
-        return model
+def imitation_of(folder: str, then: Loop) -> str | None:
+    """The imitation model of a run. None: the base model plays."""
+    if then.imitation_model or "train_data_path" not in then.tables["imitation"]:
+        return then.imitation_model
     trained = Path(folder, "imitation", "model")
     if not (trained / "settings.json").is_file() or not read_json(trained / "settings.json")["finished"]:
         raise UserError(f"like={folder}: its imitation has not ended; the same command of that run continues")
-    return str(trained / "merged" if settings.get("imitation.lora_rank") else trained)
+    return str(trained / "merged" if "lora_rank" in then.tables["imitation"] else trained)
 
 
-def episodes_of(folder: str, stored: Settings) -> Value | None:
-    """The games of epoch 1 of a run, if they are finished."""
-    files = sorted(map(str, Path(folder, "epoch1", "episodes").glob("*_words_results.json")))
-    return stored.get("first_episodes") or (files[0] if files else None)
+# The record.
+
+
+def has_begun(output: str) -> bool:
+    """Whether a stage whose settings count has left results."""
+    return any(any(Path(output).glob(pattern)) for table in TABLES.values() for pattern in table.results)
+
+
+def check_record(loop: Loop, words: list[str]) -> None:
+    """Raise UserError if a stage has begun in OUTPUT and settings or words differ that change results."""
+    path = Path(loop.output, "settings.json")
+    if not path.is_file() or not has_begun(loop.output):
+        return
+    record = read_record(loop.output)
+    then = make_loop(with_folders(record["settings"], loop.output) | {"output": loop.output})
+    then = dataclasses.replace(then, precision=record["became"]["precision"])
+    way = f"begin anew by like={loop.output} output=..."
+    if different := differences(then, loop):
+        raise UserError(f"{path}: made with other settings ({'; '.join(different.values())}); {way}")
+    if read_words(path.with_name("words.txt")) != words:
+        raise UserError(f"words={loop.words}: OUTPUT/words.txt has other words; put the list back, or {way}")
+
+
+def is_setting(name: str) -> bool:
+    """Whether this version knows a recorded setting."""
+    try:
+        return bool(names_of_key(name))
+    except UserError:
+        return False
+
+
+def write_record(loop: Loop, became: Mapping, words: list[str]) -> None:
+    """Write OUTPUT/settings.json and words.txt, over those of an earlier start: what was given, and what it became."""
+    record = {"format": FORMAT, "settings": without_folders(loop.given, loop.output)}
+    record["became"] = without_folders(became, loop.output)
+    record["made_by"] = made_by()
+    if loop.like:
+        then, of_like = settings_of_like(loop.like, loop.output)
+        record["like"] = {"settings": without_folders(then, loop.like), "became": of_like}
+    write_json(Path(loop.output, "settings.json"), record)
+    write_words(Path(loop.output, "words.txt"), words)
+
+
+def read_record(folder: str | Path) -> dict:
+    """The record of a loop. UserError where there is none, and for one of an older version."""
+    path = Path(folder, "settings.json")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; is {folder} the output of a loop?")
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path}: of an older version of the loop; begin anew in another folder")
+    return record
+
+
+def without_folders(settings: Settings, output: str) -> Settings:
+    """Settings in which files of OUTPUT and of the project are named relative to these folders, which may move."""
+    names = {str(Path(output)): "$OUTPUT", os.path.realpath(output): "$OUTPUT", str(ROOT): "$ROOT"}
+    inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, names))})(?=/)")
+    return {
+        key: each_text(value, lambda text: inside.sub(lambda at: names[at[1]], text))
+        for key, value in settings.items()
+    }
+
+
+def with_folders(settings: Settings, output: str) -> Settings:
+    """The inverse of `without_folders`, with the places where OUTPUT and the project are now.
+
+    Settings that this version does not know are left out.
+    """
+
+    def put_back(text: str) -> str:
+        return text.replace("$OUTPUT", str(Path(output))).replace("$ROOT", str(ROOT))
+
+    return {name: each_text(value, put_back) for name, value in settings.items() if is_setting(name)}
+
+
+def each_text(value: Any, change) -> Any:
+    if isinstance(value, list):
+        return [each_text(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value

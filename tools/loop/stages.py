@@ -2,15 +2,13 @@
 
 A stage is a process, so that its GPU memory, and what torch and DeepSpeed leave in the environment, end with it. The
 program runs in a session of its own: Ctrl-C reaches the loop alone, which then ends the program by `end_group`. Its
-output goes to a file, OUTPUT/logs/STAGE.log. A pipe would break if the loop were killed, and the program with it. The
-terminal shows its bar, and at its end its warnings (lines with WARNING) and its last line.
+output goes to a file, OUTPUT/logs/STAGE.log. A pipe would break if the loop were killed, and the program with it.
 """
 
 import contextlib
 import fcntl
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -31,10 +29,7 @@ from tools.common.ranks import LAUNCHER_VARIABLES
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
 TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM
 GRACE = 7  # seconds that the processes of a stage have to end by themselves; the loop then ends within 10
-ERROR = re.compile(r"^\w+\.py: error: ")  # of our programs; torchrun writes forty lines more
-# A bar of tqdm, as in "play:  40%|████      | 4/10 [00:02<00:03]", and the codes behind it that move the cursor up.
-BAR = re.compile(r"^.*\d%\|[^]]*\](\x1b\[A)*")
-TORCHRUN = "torch/distributed/elastic"  # in what torchrun itself logs
+ERROR = ".py: error: "  # in the line of a program that refuses
 TAIL = 20  # lines of a failed stage that are shown if none of them is an error of ours
 logger = logging.getLogger(__name__)
 
@@ -66,9 +61,7 @@ class Stages:
     def run(self, name: str, command: Sequence[str], **variables: str) -> None:
         """Run a program to its end, with these environment variables. StageFailed if its exit status is not 0.
 
-        Each start adds to the log of the stage: first a line with the time and the whole command, which begins with
-        "===", then what the program writes. If the loop is killed by SIGKILL, the program runs to its end all the
-        same, and keeps the lock of OUTPUT until then (`hold_lock`).
+        Each start adds to the stage's log: a line with the time and the command, then what the program writes.
         """
         if self.signal:
             self._stop(name)
@@ -94,9 +87,10 @@ class Stages:
         finally:  # also if the terminal is gone, where a bar cannot be shown
             if child.poll() is None:
                 end_group(child)
-        lines = new_lines(log, start)
+        lines = [line for line in pieces(log, start) if line.strip()]
         if status:
-            print("\n".join(why_it_failed(lines)), file=sys.stderr, flush=True)
+            errors = sorted({line for line in lines if ERROR in line})
+            print("\n".join(errors or lines[-TAIL:]), file=sys.stderr, flush=True)
             raise StageFailed(f"{name} {how_it_failed(status)}; its log: {log}")
         report_end(name, lines, time.monotonic() - begin)
 
@@ -117,11 +111,7 @@ class Stages:
 
 
 def environment() -> dict[str, str]:
-    """The environment of all programs: the loop launches by itself, whatever has launched it.
-
-    `threads` in tools/run_spag.py adds OMP_NUM_THREADS for a launch. Play with vLLM takes PYTORCH_CUDA_ALLOC_CONF away
-    again (HIDDEN in tools/engine/vllm.py).
-    """
+    """The environment of all programs: the loop launches by itself, whatever has launched it."""
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Rows differ in length, which would leave gaps of memory that later rows cannot use.
@@ -133,10 +123,6 @@ def end_group(child: subprocess.Popen) -> None:
     """End a program and all that it has started, within GRACE seconds by themselves, then by SIGKILL.
 
     The workers of torchrun and of vLLM are in sessions of their own, so a signal to the group does not reach them.
-
-    No program saves anything after the signal. Finished games are stored already, and a training goes on from its last
-    checkpoint (`save_steps`). For a checkpoint at the signal, `run` in train.py must catch SIGTERM in every process,
-    and GRACE must be long enough to write it. tools/loop/README.md says within how many seconds the loop ends.
     """
     processes = family(child.pid)
     with contextlib.suppress(ProcessLookupError):
@@ -166,29 +152,22 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-# Logs.
-
-
-def new_lines(log: Path, start: int) -> list[str]:
-    """The lines of a log behind its first `start` bytes, without bars and blank lines."""
-    text = log.read_bytes()[start:].decode(errors="replace").replace("\r", "\n")
-    lines = [printable(BAR.sub("", line)) for line in text.splitlines()]
-    return [line for line in lines if line.strip() and "%|" not in line]
+def pieces(log: Path, start: int) -> list[str]:
+    """What a log holds behind its first `start` bytes: lines, and states of bars, which end by a carriage return."""
+    with open(log, "rb") as file:
+        file.seek(start)
+        text = file.read().decode(errors="replace").replace("\x1b[A", "").replace("\r", "\n")
+    return [printable(line) for line in text.split("\n")]
 
 
 def report_end(name: str, lines: Sequence[str], took: float) -> None:
-    """Show a program's warnings, how long it took, and its last line.
-
-    How long a stage took stands on the terminal alone. Its log has the time of each start, and train_results.json of
-    a training has the seconds that its last start trained, as train_runtime.
-    """
+    """Show a program's warnings, how long it took, and its last line."""
     # Each once: several processes may log the same warning, and only the time and the rank before it differ.
-    warnings = {line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}
-    for warning in sorted(warnings):
+    for warning in sorted({line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}):
         print(f"WARNING: {warning}")
     minutes, seconds = divmod(int(took), 60)
     say(f"{name} took {minutes} min {seconds} s")
-    if lines:
+    if lines := [line for line in lines if not is_bar(line)]:
         print(lines[-1], flush=True)
 
 
@@ -201,38 +180,21 @@ def how_it_failed(status: int) -> str:
     return "failed"
 
 
-def why_it_failed(lines: list[str]) -> list[str]:
-    """Of the lines of a program that failed: its own error, else its last lines, without the forty of torchrun.
-
-    Of torchrun's lines the one stays that tells the exit status of the process: -9 where memory was short.
-    """
-    if errors := sorted({line for line in lines if ERROR.match(line)}):
-        return errors
-    of_torchrun = [number for number, line in enumerate(lines) if TORCHRUN in line]
-    if not of_torchrun:
-        return lines[-TAIL:]
-    statuses = [lines[number] for number in of_torchrun if "exitcode" in lines[number]]
-    return lines[: of_torchrun[0]][-TAIL:] + statuses[:1]
+def is_bar(line: str) -> bool:
+    return "%|" in line  # of tqdm
 
 
 @contextlib.contextmanager
 def bar_of(log: Path) -> Iterator:
-    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away.
-
-    Where the output goes to a file, as under Slurm, no bar is shown. The stage's log has it.
-    """
+    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away."""
     if not sys.stdout.isatty():
         yield lambda: None
         return
 
     def show() -> None:
-        with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - 4000))
-            text = file.read().decode(errors="replace").replace("\x1b[A", "").replace("\r", "\n")
-        lines = text.splitlines()
-        bars = [line for line in lines if "%|" in line]
+        bars = list(filter(is_bar, pieces(log, max(0, log.stat().st_size - 4000))))
         width = shutil.get_terminal_size().columns - 1
-        sys.stdout.write(f"\r\x1b[K{printable(bars[-1])[:width] if bars else ''}")
+        sys.stdout.write(f"\r\x1b[K{bars[-1][:width] if bars else ''}")
         sys.stdout.flush()
 
     try:

@@ -1,0 +1,365 @@
+"""What is looked at before the first stage: files, words, prompts, and what `auto` becomes on this machine.
+
+    PYTHONPATH=. python -m tools.loop.check '{"model": ..., "words": ..., "output": ...}'    prints JSON
+
+A process of its own asks for the GPUs and makes the arguments of both trainings: one that has asked for a GPU keeps
+some of its memory, and its children would inherit what torch and DeepSpeed leave in the environment.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tools.common.errors import UserError, require
+from tools.common.files import ROOT, data_folder, read_json, read_records, read_words
+from tools.common.flags import parse_flags
+from tools.common.models import load_tokenizer, model_folder
+from tools.common.programs import run_program
+from tools.common.ranks import check_gpus
+from tools.common.records import files_setting, rows_record
+from tools.common.rowformats import read_row
+from tools.controls import CONTROLS
+from tools.games import prompts
+from tools.games.flags import GameChoice
+from tools.games.game import Game
+from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, make_loop, parser_of, prefix_errors
+from tools.loop.stages import environment
+
+PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
+MEASURING = len(PHASES)  # the phase after these, of match, belief and report
+Position = tuple[int, int]  # epoch and number of a phase
+ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may be data sets of the hub
+RELEASED = "data/released_prompts.json"
+MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release data/released_utils.py --output {RELEASED}"
+logger = logging.getLogger(__name__)
+
+
+# Settings, files and rows.
+
+
+def check_inputs(loop: Loop) -> list[str]:
+    """Check what no program checks at its own start. Returns the words of an epoch, in the order of their games."""
+    play = loop.of("play")
+    check_limits(loop)
+    if errors := [*missing_files(loop), *missing_packages(loop)]:
+        raise UserError("; ".join(errors))
+    game = GameChoice(game=play.game, game_options=play.game_options).load_game()
+    check_rows(loop, game)
+    check_control(loop)
+    check_sft_rows(loop.model, loop.of("rewards").sft_data_path, play.trust_remote_code)
+    check_layout(loop, game)
+    for _, path in loop.of("match").words or ():
+        read_words(path, game.check_task)
+    return read_words(loop.words, game.check_task)[: loop.max_words] * loop.games_per_word
+
+
+def check_limits(loop: Loop) -> None:
+    if loop.seed + loop.epochs >= 2**32:  # numpy takes no larger seed
+        raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
+    if last_position(loop)[0] > loop.epochs:
+        raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
+    if loop.machines > 1 and loop.rendezvous == OWN["rendezvous"].default:
+        raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, where machine 0 is reached")
+    if loop.machine >= loop.machines:
+        raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
+
+
+def last_position(loop: Loop) -> Position:
+    """The last epoch and phase that run; imitation is (0, 0). UserError for a wrong `until`."""
+    if loop.until is None:
+        return loop.epochs, MEASURING
+    if loop.until == "imitation":
+        return 0, 0
+    epoch_and_phase = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
+    if not epoch_and_phase:
+        raise UserError(f"until={loop.until}: expected imitation, or epochK_ with {', '.join(PHASES)}")
+    epoch, phase = epoch_and_phase.groups()
+    return int(epoch), PHASES.index(phase)
+
+
+def missing_files(loop: Loop) -> Iterator[str]:
+    """A phrase for each file that is named and missing, those of stages that may be hours away too."""
+    paths = [loop.words, loop.first_episodes, None if loop.deepspeed in (AUTO, NONE) else loop.deepspeed]
+    # Any other name may be one of the hub, even if it looks like a path.
+    paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
+    rows = []
+    for stage, table in TABLES.items():
+        values = vars(loop.of(stage))
+        if stage == "imitation" and loop.imitation_model:
+            values["train_data_path"] = None
+        for name in table.inputs:
+            value = values[name] or []
+            of_flag = (
+                [value]
+                if isinstance(value, str)
+                else [each[-1] if isinstance(each, tuple) else each for each in value]
+            )
+            (rows if name in ROWS else paths).extend(of_flag)
+    for path in dict.fromkeys(path for path in paths if path and not os.path.exists(path)):
+        yield f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}"
+    for path in dict.fromkeys(path for path in rows if not os.path.exists(path)):
+        try:
+            data_folder(path)
+        except UserError as error:
+            yield str(error)
+
+
+def missing_packages(loop: Loop) -> Iterator[str]:
+    # `lm_eval` is the command of the harness, which may be installed in another environment.
+    if "tasks" in loop.tables["reasoning"] and "lm_eval" not in loop.tables["reasoning"]:
+        try:
+            require("lm_eval", "lm-eval==0.4.13")
+        except UserError as error:
+            yield str(error)
+
+
+def check_rows(loop: Loop, game: Game) -> None:
+    """Raise UserError for rows that training would refuse, and for a belief that cannot be measured."""
+    rewards, training = loop.of("rewards"), loop.of("training")
+    negative = rewards.losers or rewards.ties
+    if negative and not training.detach_kl and not training.allow_negative_rewards:
+        raise UserError("[rewards] losers and ties make rewards below 0, which need training.detach_kl=True")
+    if "games" in loop.tables["belief"]:
+        if game.answer(game.example_task) is None:
+            raise UserError(f"[belief] {game.title} has no message that names a secret; leave belief.games out")
+        if loop.of("play").thinking:
+            raise UserError("[belief] asks for messages without thoughts; leave belief.games out with thinking")
+
+
+def check_control(loop: Loop) -> None:
+    """Raise UserError for a control without the rows that it takes."""
+    rewards = loop.of("rewards")
+    if loop.control == "cloning" and (rewards.losers or rewards.ties):
+        raise UserError("control=cloning copies winners; take back rewards.losers and rewards.ties")
+    if loop.plays_games:
+        return
+    if not loop.like:
+        raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
+    last_epoch, last_phase = last_position(loop)
+    # The run `like` may still be at work: it needs to have the rows of those epochs alone that this start reaches.
+    needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
+    epochs_with_rows = 0
+    while Path(loop.like, f"epoch{epochs_with_rows + 1}", "rows", "rows.json").is_file():
+        epochs_with_rows += 1
+    if epochs_with_rows < needed:
+        plural = "" if epochs_with_rows == 1 else "s"
+        have = f"rows of {epochs_with_rows} epoch{plural}"
+        raise UserError(f"control={loop.control}: like={loop.like} has {have}, epochs is {loop.epochs}")
+
+
+def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> None:
+    """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
+
+    What a template says of a single row, training finds.
+    """
+    rows = read_records(path, read_row) if path else []
+    if not any("messages" in row for row in rows):
+        return
+    if not load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
+        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
+
+
+def check_layout(loop: Loop, game: Game) -> None:
+    """Raise UserError for rows of imitation in another layout than that of play.
+
+    The model learns to answer the prompts that it imitates, and would meet those of play unprepared. A record beside
+    the rows names their layout. If imitation is still to be trained, rows without a record that hold games must hold
+    one of play's rule texts somewhere.
+    """
+    play = loop.of("play")
+    prompt_file = play.prompt_templates or game.prompt_file
+    templates = prompts.load_templates(prompt_file, game)
+    chat = template_digest(loop.model, play) if play.chat_template else None
+    if loop.imitation_model:  # which rows it has learned is not known here; its prompts are the user's affair
+        return
+    foreign = []  # of other people, or of tools/controls.py
+    for path in loop.of("imitation").train_data_path or ():
+        record = rows_record(path)
+        made = read_json(record)["settings"] if record.is_file() else {}
+        if "prompt_templates" not in made:
+            foreign.append(path)
+            continue
+        of_play = (chat, play.thinking, files_setting(prompt_file)["sha256"])
+        if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
+            how = f"its chat template, thinking or prompts are not those of play ({loop.model}, {prompt_file})"
+            raise UserError(f"{path}: {how}")
+    if foreign and not is_finished(Path(loop.output, "imitation", "model")):
+        check_rules(foreign, templates, prompt_file)
+
+
+def is_finished(model: Path) -> bool:
+    record = model / "settings.json"
+    return record.is_file() and read_json(record)["finished"]
+
+
+def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
+    """Raise UserError for rows of games that hold none of play's rules; warn of rows that hold no game."""
+    rows = bare([read_records(path) for path in paths])
+    # The first prompt of each game has this text, in the authors' rows too.
+    if bare(prompts.NO_HISTORY) not in rows:
+        logger.warning("%s: no record says how these rows were made; are their prompts those of play?", paths)
+        return
+    for rule in templates[prompts.RULES]:
+        if all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2]):
+            return
+    remedy = f"take prompt_templates={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
+    rules = f"these games have none of play's rules ({prompt_file})"
+    raise UserError(f"{' '.join(paths)}: {rules}; for the authors' rows {remedy}")
+
+
+def template_digest(model: str, play) -> str:
+    """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
+    from tools.games.chat import ChatTemplate  # brings transformers
+
+    tokenizer = load_tokenizer(model, trust_remote_code=play.trust_remote_code)
+    return ChatTemplate(tokenizer, model, play.thinking).sha256
+
+
+def bare(value) -> str:
+    """A text or a list as JSON without any blanks, and without the quotes or brackets around it.
+
+    A rule text, made bare, can be looked for in bare rows: their JSON escapes characters in the same way, and other
+    line breaks and blanks do not matter.
+    """
+    text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
+    return "".join(text.split())[1:-1]
+
+
+# The machine, in the child.
+
+
+def ask(loop: Loop) -> dict:
+    """What `auto` becomes on this machine. Where the child refuses, it says why, and this program ends."""
+    command = [sys.executable, "-m", "tools.loop.check", json.dumps(loop.given)]
+    # Its bars and its error go to the terminal.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment())
+    if done.returncode:
+        sys.exit(done.returncode)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(loop: Loop) -> dict:
+    """Values for what is `auto`. UserError for GPUs that cannot be used, are too few, or too small for a match."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus and not torch.cuda.is_available():
+        raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
+    # GPUs before Ampere emulate bf16, most CPUs too: that is slow
+    if gpus:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    chosen = {
+        "processes": gpus or 1,
+        "precision": "bf16" if has_bf16 else "fp16" if gpus else "fp32",
+        "gradient_checkpointing": gpus > 0,
+        "deepspeed": NONE,
+    }
+    chosen |= {name: getattr(loop, name) for name in chosen if getattr(loop, name) != AUTO}
+    if gpus:
+        check_gpus(gpus, processes=chosen["processes"])
+        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+        if loop.deepspeed == AUTO:
+            chosen["deepspeed"] = choose_deepspeed(loop, chosen["processes"] * loop.machines, memory)
+        if "words" in loop.tables["match"]:
+            check_match(loop, chosen["precision"], memory)
+    return chosen
+
+
+def choose_deepspeed(loop: Loop, gpus: int, memory: int) -> str:
+    """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
+
+    Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
+    copies. With LoRA, if all trainings have adapters: frozen half-precision weights, and adapters of a hundredth of
+    the parameters. ZeRO-2 is not tried with LoRA, because it splits only what belongs to trained parameters.
+    A reference that is another model than the policy is not counted, nor are rows of a micro-batch and their length.
+    """
+    # 18: 4 weights + 4 gradients + 8 Adam + 2 copies. 22: DDP has 4 bytes of gradients more, in its buckets.
+    # ZeRO-2 splits 16, fp32 gradients and the optimizer's state; 4 are counted whole, half-precision weights and
+    # gradients. ZeRO-3 splits all 20.
+    ways = {NONE: 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
+    imitates = "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
+    if all("lora_rank" in loop.tables[stage] for stage in (TRAININGS if imitates else ["training"])):
+        ways = {NONE: 2.2, "configs/zero3.json": 2.2 / gpus}
+    parameters = count_parameters(loop.model)
+    for way, bytes_of_one in ways.items():
+        if bytes_of_one * parameters <= 0.85 * memory:  # the rest is for activations
+            return way if way == NONE else str(ROOT / way)
+    return str(ROOT / "configs/default_offload_opt_param.json")
+
+
+def check_match(loop: Loop, precision: str, memory: int) -> None:
+    """Raise UserError for two models that do not fit the GPUs of one process together."""
+    models = 2 * count_parameters(loop.model) * (4 if precision == "fp32" else 2)  # bytes of their weights
+    room = 0.9 * loop.of("match").tensor_parallel_size * memory  # vLLM's share of a GPU
+    if models > room:
+        sizes = f"{models / 2**30:.0f} GiB, and they may take {room / 2**30:.0f} GiB"
+        raise UserError(f"match.words: the two models of a match have {sizes}; match.words= leaves matches out")
+
+
+def count_parameters(model: str) -> float:
+    """The parameters of a model, by the bytes of its safetensors."""
+    folder = model_folder(model)
+    config = read_json(folder / "config.json")
+    bytes_of_one = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / bytes_of_one
+
+
+def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
+    """Make the arguments of a training as train.py will, and look for LoRA's layers. UserError for what it refuses.
+
+    Numbers of a DeepSpeed file are left to train.py, which knows how many processes there are.
+    """
+    import arguments
+
+    with prefix_errors(f"[{stage}] "):
+        given = arguments.build_parser().parse_args(argv)
+        os.environ["WORLD_SIZE"] = str(loop.processes * loop.machines)
+        arguments.check_flags(given)
+        del os.environ["WORLD_SIZE"]
+        args = arguments.SPAGArguments(**vars(given) | {"deepspeed": None})
+        if args.eval_data_path:
+            for path in args.eval_data_path:
+                read_records(path, read_row)
+        if args.lora_rank or args.attn_implementation:
+            import train
+
+            train.check_model(loop.model if stage == "imitation" else loop.imitation_model or loop.model, args)
+
+
+def check_commands(loop: Loop, plan: Iterable) -> None:
+    """Let each program read its command, hours before it may begin."""
+    seen = set()
+    for step in plan:
+        if step.program == "tools/controls.py":
+            with prefix_errors(f"control={loop.control}: "):
+                parse_flags(CONTROLS[step.argv[0]], step.argv[1:], description="")
+        elif step.stage is None:
+            continue
+        elif flags := TABLES[step.stage].flags:
+            with prefix_errors(f"[{step.stage}] "):
+                flags(**vars(parser_of(step.stage).parse_args(step.argv)))
+        elif step.stage not in seen:
+            check_training(loop, step.stage, step.argv)
+        seen.add(step.stage)
+
+
+def main() -> None:
+    from tools.run_spag import steps
+
+    loop = make_loop(json.loads(sys.argv[1]))
+    became = answer(loop)
+    loop = dataclasses.replace(loop, **became)
+    check_commands(loop, steps(loop))
+    print(json.dumps(became))
+
+
+if __name__ == "__main__":
+    run_program(main)
