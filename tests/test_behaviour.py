@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers import call
 from scripted import messages
@@ -159,3 +160,21 @@ def test_imitation_plays_the_match_of_the_first_epoch_against_itself(tmp_path, m
         "--output_dir",
         f"{tmp_path}/imitation/eval",
     ]
+
+
+def test_a_picture_shows_each_mean_of_each_arm():
+    values = {("imitation", 0): 0.4, ("released", 1): 0.1, ("sft", 1): 0.9}
+    lines = [
+        (measure, arm, epoch, seed, size * value + seed / 1000)
+        for measure, size in (("small", 0.1), ("large", 1.0))
+        for (arm, epoch), value in values.items()
+        for seed in (1, 2)
+    ]
+    frame = pd.DataFrame(lines, columns=["measure", "arm", "epoch", "seed", "value"])
+    figure = results.draw(frame, ["small", "large"], ["released", "sft"])
+    for panel, size in zip(figure.axes, (0.1, 1.0), strict=True):
+        low, high = panel.get_ylim()
+        heights = [list(bars.lines[0].get_ydata()) for bars in panel.containers]
+        means = [[size * value + 0.0015 for value in pair] for pair in ((0.4, 0.1), (0.4, 0.9))]
+        assert heights == [pytest.approx(pair) for pair in means]
+        assert low == 0 and max(map(max, heights)) < high

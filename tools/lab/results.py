@@ -8,6 +8,7 @@ Reads FOLDER/seedN.json, and writes FOLDER/table.md and, if the file of arms nam
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -18,11 +19,14 @@ from tools.lab import table
 from tools.lab.study import Study, read_study
 from tools.measure.estimates import CONFIDENCE, student
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 
 
-def draw(frame: pd.DataFrame, measures: Sequence[str], arms: Sequence[str], path: Path) -> None:
+def draw(frame: pd.DataFrame, measures: Sequence[str], arms: Sequence[str]) -> "Figure":
     """A panel for each measure with a line for each arm: the mean over seeds by epoch, and its interval.
 
     Epoch 0 is imitation, from which all arms begin.
@@ -45,11 +49,12 @@ def draw(frame: pd.DataFrame, measures: Sequence[str], arms: Sequence[str], path
             halves = [0 if interval is None else interval[1] - mean for mean, interval, _ in by_epoch.values()]
             colour = COLOURS[number % len(COLOURS)]
             panel.errorbar(epochs, means, halves, label=arm, color=colour, marker="o", markersize=3, capsize=2)
-        panel.set(title=measure, xlabel="epoch", xticks=sorted(of_measure.epoch.unique()), ylim=(0, None))
+        panel.set(title=measure, xlabel="epoch", xticks=sorted(of_measure.epoch.unique()))
         panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(bottom=0)  # of all panels, when all have their lines
     panels[0].set_ylabel(f"mean over seeds, {CONFIDENCE:.0%} interval")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 def write_results(study: Study, folder: Path) -> list[Path]:
@@ -61,7 +66,8 @@ def write_results(study: Study, folder: Path) -> list[Path]:
     write_text(written[0], table.table_text(seeds, study.primary, study.minus))
     if study.picture:
         written.append(folder / "picture.svg")
-        draw(table.to_frame(seeds), study.picture, list(study.arms), written[1])
+        figure = draw(table.to_frame(seeds), study.picture, list(study.arms))
+        figure.savefig(written[1], metadata={"Date": None})
     return written
 
 
