@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 from scripted import messages
+from test_chat import BORDERS
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from dataloaders import encode_example
-from tools.common.models import special_texts, without
+from tools.common.models import special_texts, token_ids, without
 from tools.engine.local import Codec
 from tools.games.prompts import play_prompt
 from tools.games.taboo import Taboo
@@ -87,3 +88,18 @@ def test_play_and_training_have_the_same_tokens_and_replies_read_back(text, toke
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     reply = tokens.decode([*ids, tokenizer.eos_token_id, *ids], prompt_cut=False)
     assert (reply.text, reply.tokens, reply.finish_reason) == (text, len(ids) + 1, "stop")
+
+
+@pytest.mark.parametrize("family", ["zephyr", "mistral", "llama-2"])
+def test_a_row_in_a_chat_template_goes_on_behind_the_prompt_as_the_whole_text_does(family, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", BORDERS[family])
+    codec = Codec(tokenizer, Sampling(chat_template=True))
+    for text in TEXTS:
+        query = codec.chat.join_play_prompt(messages(GAME, text, "Hm."), "attacker", "Rules.", "Go.")
+        prompt, _ = codec.encode(query)
+        row = codec.chat.row({"query": query, "target": text})
+        ids = encode_example(row, tokenizer)["input_ids"]
+        assert ids[: len(prompt)] == prompt and ids == token_ids(tokenizer, [query + row["target"]])[0]
+        assert codec.decode(ids[len(prompt) :]).text.strip() == text
+        if family != "llama-2":  # where the template writes no blank before a reply
+            assert not tokenizer.convert_ids_to_tokens(ids[len(prompt)]).startswith("▁")
