@@ -130,10 +130,12 @@ rm -rf "$at"
 
 begin engines 240
 for name in slots $engine; do
+  eager=()
+  [ "$name" != vllm ] || eager=(--vllm_args=--enforce-eager) # vLLM has CUDA graphs in half precision only
   step "greedy_$name" "$PY" tools/play_llm_game.py --attacker_model_name_or_path "$WORK/$small" \
     --defender_model_name_or_path "$WORK/$small" --model_prefix "$name" --data_path "$WORK/words.txt" \
     --output_dir "$WORK/greedy" --task_type testing --data_suffix words --engine "$name" --dtype float32 --max_turns 2 \
-    --max_length 1024 --max_new_tokens 40
+    --max_length 1024 --max_new_tokens 40 "${eager[@]}"
 done
 step compare "${check[@]}" compare "$WORK"/greedy/slots_testing_words_results.json "$WORK"/greedy/"${engine}"_testing_words_results.json
 step speed "$PY" -m tools.bench play --model "$WORK/$big" --games "$games"
