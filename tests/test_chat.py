@@ -195,9 +195,7 @@ def test_special_texts_are_taken_out_before_a_message_is_judged_and_words_that_h
 def test_a_pad_token_that_is_a_word_of_the_game_is_refused_in_play_and_rows(chatml_model, tmp_path, token):
     config = read_json(chatml_model / "tokenizer_config.json")
     write_json(chatml_model / "tokenizer_config.json", config | {"pad_token": token})
-    with pytest.raises(
-        UserError, match=f"special token '{token}' is a word of the game.* give the tokenizer one"
-    ):
+    with pytest.raises(UserError, match=f"special token '{token}' is a word of the game.* give the tokenizer one"):
         spag.play(["cat"], lambda turn: "Hi.", chatml_model)
     write_records(tmp_path / "games.json", [{"target_word": "art", "max_turns": 5, "history": HISTORY}])
     flags = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows.json"}
