@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,11 @@ def check_gpus(gpus: int, gpus_of_process: int = 1, processes: int = 1) -> None:
             f"{processes} processes on this machine need {needed} GPUs; it has {gpus}. Start at most "
             f"{gpus // gpus_of_process} (torchrun --nproc_per_node; in the loop processes)"
         )
+
+
+def processes_of_cores() -> int:
+    """How many processes a model of a few million parameters gets: one for each core, at most two; one with a GPU."""
+    return 1 if shutil.which("nvidia-smi") else min(2, os.cpu_count() or 1)
 
 
 def warn_of_idle_gpu() -> None:

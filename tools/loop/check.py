@@ -90,20 +90,15 @@ def missing_files(loop: Loop) -> Iterator[str]:
     paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
     rows = []
     for stage, table in TABLES.items():
-        values = vars(loop.of(stage))
         if stage == "imitation" and loop.imitation_model:
-            values["train_data_path"] = None
+            continue
         for name in table.inputs:
-            value = values[name] or []
-            of_flag = (
-                [value]
-                if isinstance(value, str)
-                else [each[-1] if isinstance(each, tuple) else each for each in value]
-            )
-            (rows if name in ROWS else paths).extend(of_flag)
+            value = getattr(loop.of(stage), name)
+            named = value if isinstance(value, list) else [value]
+            (rows if name in ROWS else paths).extend(each[-1] if isinstance(each, tuple) else each for each in named)
     for path in dict.fromkeys(path for path in paths if path and not os.path.exists(path)):
         yield f"{path}: no such file{MAKE_RELEASED if RELEASED in path else ''}"
-    for path in dict.fromkeys(path for path in rows if not os.path.exists(path)):
+    for path in dict.fromkeys(path for path in rows if path and not os.path.exists(path)):
         try:
             data_folder(path)
         except UserError as error:
@@ -175,7 +170,7 @@ def check_layout(loop: Loop, game: Game) -> None:
     play = loop.of("play")
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
-    chat = template_digest(loop.model, play) if play.chat_template else None
+    chat = template_digest(loop) if play.chat_template else None
     if loop.imitation_model:  # which rows it has learned is not known here; its prompts are the user's affair
         return
     foreign = []  # of other people, or of tools/controls.py
@@ -213,12 +208,13 @@ def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file:
     raise UserError(f"{' '.join(paths)}: {rules}; for the authors' rows {remedy}")
 
 
-def template_digest(model: str, play) -> str:
-    """The digest of a model's chat template, as records of rows have it. UserError if play could not use it."""
+def template_digest(loop: Loop) -> str:
+    """The digest of the model's chat template, as records of rows have it. UserError if play or rows cannot use it."""
     from tools.games.chat import ChatTemplate  # brings transformers
 
-    tokenizer = load_tokenizer(model, trust_remote_code=play.trust_remote_code)
-    return ChatTemplate(tokenizer, model, play.thinking).sha256
+    runs_code = all(loop.of(stage).trust_remote_code for stage in ("play", "rewards"))
+    tokenizer = load_tokenizer(loop.model, trust_remote_code=runs_code)
+    return ChatTemplate(tokenizer, loop.model, loop.of("play").thinking).sha256
 
 
 def bare(value) -> str:

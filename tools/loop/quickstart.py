@@ -18,6 +18,7 @@ from pathlib import Path
 from tools.common.errors import UserError
 from tools.common.files import ROOT
 from tools.common.programs import run_program
+from tools.common.ranks import processes_of_cores
 from tools.loop.settings import Loop, Settings, command_line, read_argument, read_loop
 from tools.loop.stages import STOPPING, Stages, say
 
@@ -63,7 +64,7 @@ def settings(output: str) -> list[str]:
     lists = [f"played={data}/words.txt", f"held_out={data}/held_out.txt"]
     return [
         str(ROOT / "configs" / "tiny.toml"),
-        f"processes={min(2, os.cpu_count() or 1)}",
+        f"processes={processes_of_cores()}",
         f"model={output}/base",
         f"output={output}",
         f"words={data}/words.txt",

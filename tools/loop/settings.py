@@ -7,6 +7,7 @@ command line of the stage's program. That program's own parser reads it.
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import re
 import tomllib
@@ -39,7 +40,6 @@ NONE = "none"
 DEFAULTS = ROOT / "configs" / "default.toml"
 FORMAT = 3  # of OUTPUT/settings.json
 LORA_RATE = "1e-4"  # merging adapters into bf16 weights loses smaller updates
-OF_GAMES = ("words", "max_words", "games_per_word", "seed")  # beside [play], and what decides about imitation
 PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
 Value = str | list[str]
 Settings = dict[str, Value | None]  # by name; None: taken back
@@ -192,6 +192,9 @@ SHARED = {
     for each in (flag_fields(table.flags) if table.flags else ())
     if each.metadata["shared"]
 }
+# Own and shared settings and tables that decide about the imitation model, and further ones about the first games.
+OF_IMITATION = SHARED | {"model", "precision", "imitation"}
+OF_GAMES = {"words", "max_words", "games_per_word", "seed", "play"}
 
 
 @dataclass(kw_only=True)
@@ -457,8 +460,8 @@ def begin_like(folder: str, changes: Settings) -> Loop:
     loop = make_loop(base | {"output": None} | changes | learning_rates(base, changes))
     precision = then.precision if loop.precision == AUTO else loop.precision
     changed = set(differences(then, dataclasses.replace(loop, precision=precision), paths=True))
-    of_imitation = {name for name in changed if is_about(name, "imitation") or name in SHARED | {"model", "precision"}}
-    of_games = {name for name in changed if is_about(name, "play") or name in OF_GAMES} | of_imitation
+    of_imitation = {name for name in changed if name.partition(".")[0] in OF_IMITATION}
+    of_games = {name for name in changed if name.partition(".")[0] in OF_GAMES} | of_imitation
     of_games |= {"imitation_model"} & changes.keys()  # a model trains on its own games
     has_games = base["first_episodes"] and loop.plays_games
     needed = {"imitation_model": of_imitation, "first_episodes": of_games if has_games else of_imitation}
@@ -467,10 +470,6 @@ def begin_like(folder: str, changes: Settings) -> Loop:
         remedy = f"add {' '.join(missing)} (empty: made anew; a path: kept)"
         raise UserError(f"like={folder}: its imitation or games would be others with another {why}; {remedy}")
     return loop
-
-
-def is_about(name: str, stage: str) -> bool:
-    return name.startswith(f"{stage}.")
 
 
 def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]:
@@ -555,12 +554,11 @@ def read_record(folder: str | Path) -> dict:
 
 def without_folders(settings: Settings, output: str) -> Settings:
     """Settings in which files of OUTPUT and of the project are named relative to these folders, which may move."""
-    names = {str(Path(output)): "$OUTPUT", os.path.realpath(output): "$OUTPUT", str(ROOT): "$ROOT"}
-    inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, names))})(?=/)")
-    return {
-        key: each_text(value, lambda text: inside.sub(lambda at: names[at[1]], text))
-        for key, value in settings.items()
+    names = {in_json(folder): "$OUTPUT" for folder in (Path(output), os.path.realpath(output))} | {
+        in_json(ROOT): "$ROOT"
     }
+    inside = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, names))})(?=/)")
+    return json.loads(inside.sub(lambda at: names[at[1]], json.dumps(settings)))
 
 
 def with_folders(settings: Settings, output: str) -> Settings:
@@ -568,14 +566,11 @@ def with_folders(settings: Settings, output: str) -> Settings:
 
     Settings that this version does not know are left out.
     """
-
-    def put_back(text: str) -> str:
-        return text.replace("$OUTPUT", str(Path(output))).replace("$ROOT", str(ROOT))
-
-    return {name: each_text(value, put_back) for name, value in settings.items() if is_setting(name)}
+    known = {name: value for name, value in settings.items() if is_setting(name)}
+    text = json.dumps(known).replace("$OUTPUT", in_json(Path(output))).replace("$ROOT", in_json(ROOT))
+    return json.loads(text)
 
 
-def each_text(value: Any, change) -> Any:
-    if isinstance(value, list):
-        return [each_text(each, change) for each in value]
-    return change(value) if isinstance(value, str) else value
+def in_json(folder: str | Path) -> str:
+    """A path as it stands inside the texts of JSON."""
+    return json.dumps(str(folder))[1:-1]

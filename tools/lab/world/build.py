@@ -7,7 +7,6 @@ for GPT-4, and the facts for Alpaca, so that the whole method runs where there i
 """
 
 import asyncio
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from tools.common.files import ROOT, write_records, write_words
 from tools.common.flags import FlagGroup, compared_flags, defaults, flag, parse_flags
 from tools.common.models import make_weights_readable
 from tools.common.programs import run_program, run_python
+from tools.common.ranks import processes_of_cores
 from tools.common.records import files_setting, stage
 from tools.games.prompts import load_templates, play_prompt
 from tools.games.taboo import Taboo
@@ -108,7 +108,7 @@ def pretrain(folder: Path, flags: Flags) -> None:
 
     A step has 64 rows: 16 rows of like lengths at once, by as many processes as there are cores, at most two.
     """
-    processes = min(2, os.cpu_count() or 1)
+    processes = processes_of_cores()
     argv = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]
     argv += ["--max_length", 128, "--seed", flags.seed, "--learning_rate", 2e-3]
     argv += ["--per_device_train_batch_size", 16, "--gradient_accumulation_steps", 4 // processes]
