@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 def check_inputs(loop: Loop) -> list[str]:
     """Check what no program checks at its own start. Returns the words of an epoch, in the order of their games."""
-    play = loop.of("play")
+    play = {stage: loop.of(stage) for stage in TABLES}["play"]  # all values are read first
     check_limits(loop)
     if errors := [*missing_files(loop), *missing_packages(loop)]:
         raise UserError("; ".join(errors))
