@@ -503,7 +503,7 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    with pytest.raises(UserError, match="adapter_config.json.* merged/ .* --lora_merge True"):
+    with pytest.raises(UserError, match="adapter_config.json.* merged/.* --lora_merge True"):
         load_model(tmp_path / "out")
     merged, base = (load_model(each) for each in (tmp_path / "out/merged", tiny_model))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
@@ -813,22 +813,6 @@ def test_models_that_cannot_be_compared_or_lack_weights_are_refused(tmp_path, mi
     del weights["model.norm.weight"]
     save_file(weights, layerless / "model.safetensors", metadata={"format": "pt"})
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
-
-
-def test_a_maximum_length_beyond_the_positions_is_one_warning(tmp_path):
-    for part in (build_llama(0, 260, max_position_embeddings=64), build_tokenizer()):
-        part.save_pretrained(tmp_path / "model")
-    rows = write_rows(tmp_path / "rows.jsonl", [GAME] * 8)
-    errors = call(train.main, *flags(tmp_path / "out", sft(rows, tmp_path / "model", max_steps=1))).errors
-    assert len(re.findall("WARNING --max_length 128, .* 64 positions", errors)) == 1
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [({"eval_strategy": "epoch"}, "eval_dataset"), ({"optim": "galore_adamw"}, "--optim: You need to install")],
-)
-def test_what_the_trainer_refuses_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
-    refused(tmp_path / "out", sft(mixed_rows, tiny_model), message, **changes)
 
 
 def test_a_padding_token_that_the_model_lacks_is_not_written_into_its_configuration(tmp_path, mixed_rows, tiny_model):
