@@ -32,7 +32,6 @@ from tools.common.models import (
     load_for_training,
     load_tokenizer,
     make_weights_readable,
-    warn_of_positions,
 )
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
@@ -154,7 +153,6 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     if args.eval_data_path:
         eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
     model = load_for_training(args.model_name_or_path, **args.loading)
-    warn_of_positions(model.config, args.max_length)
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
