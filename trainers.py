@@ -530,13 +530,6 @@ class SPAGTrainer(Trainer):
             step = self.state.global_step
             raise UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
 
-    def check_weights(self) -> None:
-        """Raise UserError if a weight is NaN or infinite, as the last step may leave it. All ranks must call this."""
-        parts = (getattr(weights, "ds_tensor", weights) for weights in self.model.parameters())  # ZeRO-3: this rank's
-        bad = any(not part.isfinite().all() for part in parts)
-        if self.accelerator.reduce(torch.tensor(float(bad), device=self.args.device)).item():
-            raise UserError(f"weights are NaN or infinite after step {self.state.global_step}; no model is saved")
-
     def create_model_card(self, **_) -> None:
         """Write OUTPUT_DIR/README.md. The Trainer calls this before it uploads, too."""
         if self.is_world_process_zero():
