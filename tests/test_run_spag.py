@@ -83,7 +83,7 @@ def inputs(tmp_path, tiny_model) -> dict:
 @pytest.fixture
 def commands(inputs, monkeypatch):
     """The words of each stage's command (of the last report's), as `check=true` prints them."""
-    monkeypatch.setattr(run_spag, "ask", check.answer)
+    monkeypatch.setattr(run_spag, "ask", lambda loop, steps: check.answer(loop))
 
     def commands(changes: dict, **more) -> dict[str, list[str]]:
         printed = call(run_spag.main, *words_of(inputs | changes | more), "check=true").output

@@ -300,7 +300,7 @@ def main() -> None:
         return
     loop = read_loop(argv)
     words = check_inputs(loop)
-    became = ask(loop)
+    became = ask(loop, steps)
     loop = dataclasses.replace(loop, **became)
     plan = planned_steps(loop)
     stages = Stages(loop.output, loop.machine)

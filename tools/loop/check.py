@@ -1,7 +1,5 @@
 """What is looked at before the first stage: files, words, prompts, and what `auto` becomes on this machine.
 
-    PYTHONPATH=. python -m tools.loop.check '{"model": ..., "words": ..., "output": ...}'    prints JSON
-
 A process of its own asks for the GPUs and makes the arguments of both trainings: one that has asked for a GPU keeps
 some of its memory, and its children would inherit what torch and DeepSpeed leave in the environment.
 """
@@ -9,18 +7,18 @@ some of its memory, and its children would inherit what torch and DeepSpeed leav
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tools.common.errors import UserError, require
 from tools.common.files import ROOT, data_folder, read_json, read_records, read_words
 from tools.common.flags import parse_flags
 from tools.common.models import load_tokenizer, model_folder
-from tools.common.programs import run_program
 from tools.common.ranks import check_gpus
 from tools.common.records import files_setting, rows_record
 from tools.common.rowformats import read_row
@@ -28,8 +26,7 @@ from tools.controls import CONTROLS
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import Game
-from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, make_loop, parser_of, prefix_errors
-from tools.loop.stages import environment
+from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, parser_of, prefix_errors
 
 PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
 MEASURING = len(PHASES)  # the phase after these, of match, belief and report
@@ -230,14 +227,22 @@ def bare(value) -> str:
 # The machine, in the child.
 
 
-def ask(loop: Loop) -> dict:
-    """What `auto` becomes on this machine. Where the child refuses, it says why, and this program ends."""
-    command = [sys.executable, "-m", "tools.loop.check", json.dumps(loop.given)]
-    # Its bars and its error go to the terminal.
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment())
-    if done.returncode:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
+def ask(loop: Loop, steps: Callable[[Loop], Iterable]) -> dict:
+    """What `auto` becomes on this machine. UserError for a command of `steps` that its program would refuse.
+
+    The child is forked from this process, which has imported transformers and not asked for a GPU: it starts at once.
+    """
+    forked = multiprocessing.get_context("fork")
+    # At Ctrl-C the child just ends.
+    with ProcessPoolExecutor(1, forked, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as child:
+        return child.submit(_answer_and_check, loop, steps).result()
+
+
+def _answer_and_check(loop: Loop, steps: Callable[[Loop], Iterable]) -> dict:
+    became = answer(loop)
+    loop = dataclasses.replace(loop, **became)
+    check_commands(loop, steps(loop))
+    return became
 
 
 def answer(loop: Loop) -> dict:
@@ -345,17 +350,3 @@ def check_commands(loop: Loop, plan: Iterable) -> None:
         elif step.stage not in seen:
             check_training(loop, step.stage, step.argv)
         seen.add(step.stage)
-
-
-def main() -> None:
-    from tools.run_spag import steps
-
-    loop = make_loop(json.loads(sys.argv[1]))
-    became = answer(loop)
-    loop = dataclasses.replace(loop, **became)
-    check_commands(loop, steps(loop))
-    print(json.dumps(became))
-
-
-if __name__ == "__main__":
-    run_program(main)
