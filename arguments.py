@@ -6,10 +6,9 @@ older transformers, which keep their meaning: --evaluation_strategy and --warmup
 
 import copy
 import os
-import sys
 import warnings
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
-from dataclasses import Field, dataclass, field, make_dataclass
+from argparse import SUPPRESS, Action, HelpFormatter, Namespace
+from dataclasses import MISSING, Field, dataclass, field, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +20,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from tools.common.errors import UserError, require, user_errors
 from tools.common.files import read_json
-from tools.common.flags import check_values, defaults, flag, flag_fields, is_compared, with_values
+from tools.common.flags import check_values, defaults, flag, flag_fields, is_compared
 from tools.common.models import model_setting
 from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
@@ -343,7 +342,7 @@ def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
 
 
 class Parser(HfArgumentParser):
-    """transformers' parser, in which every boolean flag may stand alone, for True, as in all programs here."""
+    """transformers' parser for `flag` fields."""
 
     @staticmethod
     def _parse_dataclass_field(parser, field):
@@ -353,24 +352,15 @@ class Parser(HfArgumentParser):
             field.metadata = {"help": field.metadata["help"], **field.metadata["settings"]}
         HfArgumentParser._parse_dataclass_field(parser, field)
 
-    def parse_known_args(self, args=None, namespace=None):
-        booleans = [action for action in self._actions if action.type is string_to_bool]
-        names = [name for action in booleans for name in action.option_strings]
-        return super().parse_known_args(with_values(sys.argv[1:] if args is None else args, names), namespace)
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")
 
 
-class HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows a default only where there is one."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def build_parser() -> Parser:
-    """The parser of train.py. Its help begins with the required flags, then this project's, then the Trainer's."""
+    """The parser of train.py. A boolean flag may stand alone, for True.
+
+    Its help begins with the required flags, then this project's, then the Trainer's.
+    """
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
     how = {"usage": usage, "description": __doc__, "formatter_class": HelpFormatter}
     parser = Parser(SPAGArguments, allow_abbrev=False, **how)
@@ -380,11 +370,13 @@ def build_parser() -> Parser:
     actions.sort(key=lambda action: (action.dest != "help", not action.required, action.dest not in own))
     for action in actions:
         action.help = f"{action.help}{_default_of(action)}"
+        if action.type is string_to_bool:
+            action.nargs, action.const = "?", True
     return parser
 
 
 def _default_of(action: Action) -> str:
-    """What --help says of a default that depends on the method, or on --lora_rank."""
+    """What --help says of a default, which may depend on the method, or on --lora_rank."""
     by_method = {method: names[action.dest] for method, names in METHOD_ARGUMENTS.items() if action.dest in names}
     if action.dest == REFERENCE_NAME:
         return f" (needed by {' and '.join(by_method)}, unless there is a --lora_rank)"
@@ -395,4 +387,4 @@ def _default_of(action: Action) -> str:
         default = LORA_ARGUMENTS[action.dest]
         text = " ".join(default) if isinstance(default, list) else default
         return f" (default: {text})"
-    return ""
+    return "" if action.default in (None, SUPPRESS, MISSING) else f" (default: {action.default})"
