@@ -127,8 +127,6 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Seque
     encoded = []
     for number, (row, (query, target, is_apart)) in enumerate(zip(rows, pairs, strict=True)):
         if not row.chat_template:
-            if tokenizer.eos_token_id is None:
-                raise UserError("this tokenizer has no EOS, the token that ends a target")
             query = bos + query
             target = [*target, tokenizer.eos_token_id]
         elif not target or target[-1] not in special:
@@ -206,7 +204,6 @@ def encoded_batches(
             check(row)
         return row
 
-    eos = tokenizer.eos_token
     count = Counter()
     for path in paths:
         rows = read_records(path, read)
@@ -225,7 +222,6 @@ def encoded_batches(
                 sft=sum(batch["is_sft"]),
                 cut=sum(row["is_cut"] for row in encoded),
                 apart=sum(row["is_apart"] for row in encoded),
-                eos=sum(row.target.rstrip().endswith(eos) for row in chunk if not row.chat_template),
             )
     files = ", ".join(paths)
     limit = tokenizer.model_max_length
@@ -239,9 +235,6 @@ def encoded_batches(
     if count["apart"]:
         line = "%s: in %d of %d rows a token would cross the border of query and target; they are encoded apart"
         warn_on_rank_0(line, files, count["apart"], count["rows"])
-    if count["eos"]:
-        line = "%d targets end in the text of %s, which training adds to every target"
-        warn_on_rank_0(line, count["eos"], eos)
 
 
 def check_encoded(row: Mapping, tokenizer: PreTrainedTokenizerBase, vocab_size: float) -> None:

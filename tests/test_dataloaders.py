@@ -249,11 +249,9 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(name, tokenizer):
         load_rows([name], tokenizer)
 
 
-def test_a_data_set_that_is_nowhere_and_a_file_that_is_none_are_named(tmp_path, on_hub, tokenizer):
-    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    for name, message in (("no/rows", "no such data set on the hub"), (tmp_path / "bad.parquet", "Parquet magic")):
-        with pytest.raises(UserError, match=message):
-            load_rows([str(name)], tokenizer)
+def test_a_data_set_that_is_nowhere_is_named(on_hub, tokenizer):
+    with pytest.raises(UserError, match="no such data set on the hub"):
+        load_rows(["no/rows"], tokenizer)
 
 
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
@@ -271,11 +269,6 @@ def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, s
     load_rows([write_rows(tmp_path / "a.jsonl", rows)], tokenizer)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"2 of 3 rows are longer than 10 tokens and lost their {lost}; a larger --max_length" in warning
-
-
-def test_targets_that_end_in_the_text_of_eos_are_counted(tmp_path, tokenizer, caplog):
-    load_rows([write_rows(tmp_path / "a.jsonl", [*ROWS, {"query": "q", "target": "t</s>\n"}])], tokenizer)
-    assert "1 targets end in the text of </s>" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -358,10 +351,3 @@ def test_tokens_that_the_model_lacks_are_no_padding_and_name_their_row(tmp_path,
     assert SPAGCollator(larger, own).pad_token_id == 0 and len(load_rows([path], larger)) == 3
     with pytest.raises(UserError, match=rf"row 1: the model has {own} tokens, not token {own + 1} \(\[EOS\]\)"):
         load_rows([path], larger, own)
-
-
-def test_a_tokenizer_without_eos_is_refused_where_training_needs_one(chat_tokenizer):
-    chat_tokenizer.eos_token = None
-    assert last_reply(chat_tokenizer) == "assistant 1<|im_end|>"
-    with pytest.raises(UserError, match="no EOS"):
-        encode_example(ROWS[0], chat_tokenizer)
