@@ -107,7 +107,7 @@ def run(trainer: SPAGTrainer) -> None:
     trainer.check_finite()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
-    on_rank_0(lambda: make_saved_weights_readable(args.output_dir))
+    on_rank_0(lambda: make_weights_readable(args.output_dir))
     if trainer.eval_dataset:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_state()
@@ -121,16 +121,6 @@ def run(trainer: SPAGTrainer) -> None:
     # The last file, and the first of RESULT_FILES: `stage` takes no training for finished that lacks it. What
     # else a training shall leave is written above.
     trainer.save_metrics("train", result.metrics)
-
-
-def make_saved_weights_readable(folder: str) -> None:
-    """Let others read the weights of the model or the adapters. UserError if none were saved."""
-    if not any(Path(folder).glob("*.safetensors")):
-        raise UserError(
-            f"{folder}: no *.safetensors was saved, so this training does not count as finished; if DeepSpeed "
-            "left zero_to_fp32.py there, that script makes the weights"
-        )
-    make_weights_readable(folder)
 
 
 def set_up(args: SPAGArguments) -> SPAGTrainer:

@@ -603,16 +603,6 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path,
         run(tmp_path / "out", sft(mixed_rows, tiny_model))
 
 
-def test_a_training_that_saved_no_weights_is_not_finished(tmp_path, mixed_rows, tiny_model, monkeypatch):
-    """As DeepSpeed's ZeRO-3 may leave it, which writes its own checkpoint instead."""
-    settings = sft(mixed_rows, tiny_model, max_steps=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainers.SPAGTrainer, "save_model", lambda *_, **__: None)
-        refused(tmp_path / "out", settings, "out: .*safetensors")
-    assert not read_json(tmp_path / "out/settings.json")["finished"]
-    run(tmp_path / "out", settings)
-
-
 def test_no_file_and_no_log_of_a_training_holds_a_token_of_the_hub(tmp_path, mixed_rows, tiny_model):
     settings = sft(mixed_rows, tiny_model, max_steps=1, save_strategy="epoch", hub_token="hf_mine")
     printed = call(train.main, *flags(tmp_path / "out", settings))
