@@ -5,6 +5,7 @@ older transformers, which keep their meaning: --evaluation_strategy and --warmup
 """
 
 import copy
+import math
 import os
 import warnings
 from argparse import SUPPRESS, Action, HelpFormatter, Namespace
@@ -13,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+import huggingface_hub
 import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 from transformers.hf_argparser import string_to_bool
@@ -57,8 +59,8 @@ COMPARED = {
     "metric_for_best_model",
 }
 
-# Flags of the Trainer that no method obeys. The last two would make steps of other rows than the record says.
-USED_BY_NONE = ("label_smoothing_factor", "auto_find_batch_size", "accelerator_config")
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
+ALL_STEPS = 1 - 1e-9  # as --warmup_steps, where 1 would be one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
@@ -141,16 +143,17 @@ class SPAGArguments(MethodArguments):
         "Share of the steps used for warm-up; ignored if --warmup_steps is above 0.",
         default=None,
         at_least=0,
-        below=1,
+        at_most=1,
     )
 
     def __post_init__(self):
         check_values(self)
         check_flags(self)
+        _check_precision(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share, rounded up to steps
-            self.warmup_steps = self.warmup_steps or self.warmup_ratio
+            self.warmup_steps = self.warmup_steps or min(self.warmup_ratio, ALL_STEPS)
             self.warmup_ratio = None
         if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
             os.environ["HF_TOKEN"] = self.hub_token
@@ -263,7 +266,9 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
     No device is asked.
     """
     _check_method(args)
+    _check_numbers(args)
     _check_run(args)
+    _check_later_use(args)
     set_method_defaults(args)
     # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
     if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
@@ -284,7 +289,7 @@ def method_arguments(args: SPAGArguments | Namespace) -> dict:
 
 def _check_method(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that the method does not use, and for a reference that is missing or not used."""
-    others = {*USED_BY_NONE, *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values())
+    others = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values())
     for name in sorted(others - method_arguments(args).keys()):
         if getattr(args, name):
             what = "without --lora_rank" if name in LORA_ARGUMENTS else f"by {args.train_method}"
@@ -297,8 +302,24 @@ def _check_method(args: SPAGArguments | Namespace) -> None:
         raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
 
 
+def _check_numbers(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for numbers that would train nothing, or something else than they say."""
+    has_steps = args.max_steps > 0
+    if args.max_steps < 0:  # then the epochs count
+        has_steps = args.num_train_epochs > 0
+    if not has_steps:
+        raise UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
+    if not 0 <= args.learning_rate < math.inf:
+        raise UserError(f"--learning_rate {args.learning_rate}: it must be a finite number, at least 0")
+
+
 def _check_run(args: SPAGArguments | Namespace) -> None:
     """Raise UserError for flags that files, processes or accelerate would overrule, and for missing packages."""
+    if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
+        remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
+        raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
+    if args.accelerator_config:  # dispatch_batches would cut tensors that have no row for each row of the batch
+        raise UserError("--accelerator_config would make other batches than the flags say; leave it out")
     # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
         raise UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
@@ -310,13 +331,41 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
             "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
             "batch_rebalance groups rows by length too"
         )
-    if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
-        remedy = "name a model of the hub"
-        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
         if wanted:
             require(package.replace("-", "_"), package)
+
+
+def _check_later_use(args: SPAGArguments | Namespace) -> None:
+    """Raise UserError for what the Trainer would refuse only when rows and models are read, or when it has trained."""
+    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.save_strategy == "best"
+    if evaluates and not args.eval_data_path:
+        raise UserError(
+            "--eval_strategy, --eval_on_start and --save_strategy best need rows: --eval_data_path is missing"
+        )
+    if args.save_strategy == "best" and not args.metric_for_best_model:
+        raise UserError("--save_strategy best needs --metric_for_best_model, such as eval_loss")
+    if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
+        remedy = "name a model of the hub"
+        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
+    if args.push_to_hub and not (args.hub_token or huggingface_hub.get_token()):
+        raise UserError("--push_to_hub needs a login: hf auth login, or HF_TOKEN in the environment")
+    if args.torch_compile_backend and args.torch_compile_backend not in torch._dynamo.list_backends(None):
+        raise UserError(f"--torch_compile_backend {args.torch_compile_backend}: torch.compile has no such backend")
+    if isinstance(args.gradient_checkpointing_kwargs, str) and not args.gradient_checkpointing_kwargs.startswith("{"):
+        raise UserError(f"--gradient_checkpointing_kwargs {args.gradient_checkpointing_kwargs}: no object of JSON")
+
+
+def _check_precision(args: SPAGArguments) -> None:
+    """Raise UserError if `accelerate launch` asks for a precision that the flags do not say."""
+    asked = os.environ.get(PRECISION_VARIABLE, "no")
+    if asked not in ("no", args.precision):
+        remedy = f"give --{asked} True, or " if asked in ("bf16", "fp16") else ""
+        raise UserError(
+            f"{PRECISION_VARIABLE} is {asked}, which the flags do not say: {remedy}start without accelerate's "
+            "mixed precision (accelerate launch --mixed_precision no)"
+        )
 
 
 def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:

@@ -53,13 +53,16 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
     row = read_row(record)
     if "messages" in row:
         row |= messages_to_row(row["messages"], tokenizer)
+    chat_template = row.get("chat_template", False)
+    if not isinstance(chat_template, bool):
+        raise UserError(f"'chat_template' must be true or false, not {chat_template!r:.60}")
     return TextRow(
         query=row["query"],
         target=row["target"],
         numbers=read_numbers(row),
         type=record.get("type"),
         is_sft=row.get("type") == "sft",
-        chat_template=row.get("chat_template", False),
+        chat_template=chat_template,
     )
 
 
@@ -67,8 +70,9 @@ def read_numbers(row: Mapping) -> dict[str, float]:
     """The NUMBERS that a row has. UserError for one that is not finite, and for a weight below 0."""
     numbers = {}
     for name in filter(row.__contains__, NUMBERS):
-        if not math.isfinite(row[name]):
-            raise UserError(f"{name!r} must be a finite number, not {row[name]}")
+        with user_errors(repr(name), TypeError, OverflowError):
+            if not math.isfinite(row[name]):
+                raise UserError(f"{name!r} must be a finite number, not {row[name]}")
         numbers[name] = float(row[name])
     if numbers.get("weight", 1.0) < 0:
         raise UserError("'weight' is below 0; a row to avoid has a negative reward, under OfflinePO")
@@ -161,7 +165,7 @@ def load_rows(
     vocab_size: float = math.inf,
     *,
     file: StrPath | None = None,
-    check: Callable[[TextRow], None] | None = None,
+    check: Callable[[TextRow], None] = lambda row: None,
     first_index: int = 0,
 ) -> Dataset:
     """The encoded rows of files, or of data sets of the hub, in these COLUMNS.
@@ -193,15 +197,14 @@ def encoded_batches(
     paths: list[str],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: float,
-    check: Callable[[TextRow], None] | None,
+    check: Callable[[TextRow], None],
     first_index: int,
 ) -> Iterator[dict[str, list]]:
     """Batches of encoded rows, as columns. In the end it logs their number, and warns of rows that were cut."""
 
     def read(record: dict) -> TextRow:
         row = normalize_row(record, tokenizer)
-        if check:
-            check(row)
+        check(row)
         return row
 
     count = Counter()

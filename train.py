@@ -32,6 +32,7 @@ from tools.common.models import (
     load_for_training,
     load_tokenizer,
     make_weights_readable,
+    warn_of_positions,
 )
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
@@ -105,6 +106,7 @@ def run(trainer: SPAGTrainer) -> None:
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.check_finite()
+    trainer.check_weights()
     trainer.save_model()
     # With --push_to_hub rank 0 uploads for longer than NCCL waits; here the other ranks wait without a time limit.
     on_rank_0(lambda: make_weights_readable(args.output_dir))
@@ -142,6 +144,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     if args.eval_data_path:
         eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
     model = load_for_training(args.model_name_or_path, **args.loading)
+    warn_of_positions(model.config, args.max_length)
     # Saved beside the model, with the maximum length and the sides that it came with.
     saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
@@ -160,10 +163,21 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
 def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int, *, first_index: int = 0) -> Dataset:
     """The rows of these files that the method learns from, or is evaluated on. They lie in `scratch_folder`."""
     method = TRAIN_METHODS[args.train_method]
+    types: set[str] = set()
+
+    def check(row: TextRow) -> None:
+        if method.learns_from_games:
+            check_kind(row)
+            if not row.is_sft and row.type is not None:
+                types.add(str(row.type))
+
     file = scratch_folder(args) / f"rows_from_{first_index}.arrow"
-    check = check_kind if method.learns_from_games else None
     rows = load_rows(paths, tokenizer, vocab_size, file=file, check=check, first_index=first_index)
-    return rows if method.reads_weights else leave_out_weight_0(rows, ", ".join(paths), args.train_method)
+    files = ", ".join(paths)
+    if types:
+        line = "%s: rows of these types are trained as rows of games: %s"
+        warn_on_rank_0(line, files, ", ".join(sorted(types)))
+    return rows if method.reads_weights else leave_out_weight_0(rows, files, args.train_method)
 
 
 def scratch_folder(args: SPAGArguments) -> Path:
@@ -208,8 +222,11 @@ def leave_out_weight_0(rows: Dataset, files: str, train_method: str) -> Dataset:
 
 
 def check_rows(rows: Dataset, args: SPAGArguments) -> None:
-    """Raise UserError for rows from which no game would be learned, or that ruin the model."""
+    """Raise UserError for rows that make no batch, from which no game would be learned, or that ruin the model."""
     files = ", ".join(args.train_data_path)
+    batch = args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(rows) < batch:
+        raise UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
     is_sft = column(rows, "is_sft")
     rewards = column(rows, "reward")
@@ -261,22 +278,27 @@ def check_model(name: str, args: SPAGArguments) -> None:
 def add_lora(model: PreTrainedModel, args: SPAGArguments):
     """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies.
 
-    UserError for targets that the model lacks.
+    UserError for targets that the model lacks, or that cannot be adapted.
     """
     from peft import LoraConfig, get_peft_model
 
     is_all = args.lora_target_modules == ALL_LINEAR
     if not is_all:
         check_targets(model, args.lora_target_modules)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules="all-linear" if is_all else args.lora_target_modules,
-    )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    with user_errors("--lora flags", ValueError, TypeError):
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules="all-linear" if is_all else args.lora_target_modules,
+        )
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
     adapted.peft_config["default"].base_model_name_or_path = args.model_name_or_path  # not the hub's cache
+    has_autocast = (args.bf16 or args.fp16) and not args.deepspeed
+    if has_autocast:
+        keep_adapter_inputs(adapted)
+    check_tied_weights(adapted)
     freeze_all_but_text(adapted)
     return adapted
 
@@ -287,6 +309,28 @@ def check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     missing = [each for each in targets if not any(name.endswith(f".{each}") for name in layers)]
     if missing:
         raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
+
+
+def keep_adapter_inputs(adapted) -> None:
+    """Switch off peft's copies of the adapters' inputs in fp32: autocast would cast them back to the same numbers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
+
+
+def check_tied_weights(adapted) -> None:
+    """Raise UserError for adapters on one of two layers that share a weight: merged, they would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    module = adapted.get_base_model()
+    both = module.get_input_embeddings(), module.get_output_embeddings()
+    is_adapted = any(isinstance(layer, BaseTunerLayer) for layer in both)
+    if is_adapted and module.config.get_text_config().tie_word_embeddings:
+        raise UserError(
+            "--lora_target_modules: the embeddings of this model are tied to its output layer; leave both out"
+        )
 
 
 def merge_lora(trainer: SPAGTrainer) -> None:

@@ -28,7 +28,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from dataloaders import IGNORE_INDEX, column, numbers_by_row, scored_positions, split_by_row
 from tools.common.card import write_card
 from tools.common.checkpoints import COMPLETE, delete_checkpoint, old_checkpoints
-from tools.common.errors import UserError
+from tools.common.errors import UserError, user_errors
 from tools.common.files import replacing
 from tools.common.flags import flag
 from tools.common.models import load_for_training, make_weights_readable
@@ -313,7 +313,8 @@ class SPAGTrainer(Trainer):
         return defaults
 
     def __init__(self, *, args: TrainingArguments, **kwargs):
-        super().__init__(args=args, **kwargs)
+        with user_errors("the Trainer", ValueError, ImportError):
+            super().__init__(args=args, **kwargs)
         self.module = self.model.get_base_model() if args.lora_rank else self.model
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
         self.metrics = MetricSums()
@@ -386,6 +387,11 @@ class SPAGTrainer(Trainer):
         """
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    def create_optimizer(self, *args):
+        """The Trainer's. UserError if its package is missing."""
+        with user_errors("--optim", ValueError, ImportError):
+            return super().create_optimizer(*args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of a step and, unless each is normalized by itself, the Denominators over all ranks."""
@@ -529,6 +535,13 @@ class SPAGTrainer(Trainer):
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
             raise UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
+
+    def check_weights(self) -> None:
+        """Raise UserError if a weight is NaN or infinite, as the last step may leave it. All ranks must call this."""
+        parts = (getattr(weights, "ds_tensor", weights) for weights in self.model.parameters())  # ZeRO-3: this rank's
+        bad = any(not part.isfinite().all() for part in parts)
+        if self.accelerator.reduce(torch.tensor(float(bad), device=self.args.device)).item():
+            raise UserError(f"weights are NaN or infinite after step {self.state.global_step}; no model is saved")
 
     def create_model_card(self, **_) -> None:
         """Write OUTPUT_DIR/README.md. The Trainer calls this before it uploads, too."""

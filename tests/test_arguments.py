@@ -89,16 +89,20 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("OfflinePO", "--lora_alpha 8", "--lora_alpha is not used without --lora_rank"),
         ("OfflinePO", "--lora_rank 8 --ref_model_name_or_path ./x", "the reference is the model without its adapters"),
         ("SFT", "--resume_from_checkpoint elsewhere", "the checkpoints of --output_dir only"),
+        ("SFT", "--max_steps 0", "no step would be made"),
+        ("SFT", "--num_train_epochs 0", "no step would be made"),
         ("SFT", "--bf16 True --fp16 True", "the Trainer's flags: At most one of fp16 and bf16"),
         ("SFT", "--deepspeed own.json", "own.json: 'scheduler' would overrule --lr_scheduler_type"),
         ("SFT", "--deepspeed adam.json --optim adafactor", "adam.json: 'optimizer' would overrule --optim"),
         ("SFT", "--deepspeed adam.json --optim_args fused=False", "adam.json: 'optimizer' would overrule --optim"),
         ("SFT", "--deepspeed zero3.json", "zero3.json: .*stage3_gather_16bit_weights_on_model_save"),
         ("SFT", "--lora_rank 0", "lora_rank is 0; it must be at least 1"),
-        ("SFT", "--auto_find_batch_size True", "--auto_find_batch_size is not used by SFT"),
-        ("SFT", '--accelerator_config {"dispatch_batches":true}', "--accelerator_config is not used by SFT"),
-        ("SFT", "--learning_rate=-1e-5", "the Trainer's flags: Invalid learning rate"),
-        ("SFT", "--warmup_ratio 3", "warmup_ratio is 3.0; it must be below 1"),
+        ("SFT", "--auto_find_batch_size True", "--auto_find_batch_size would make steps of fewer rows"),
+        ("SFT", '--accelerator_config {"dispatch_batches":true}', "--accelerator_config would make other batches"),
+        ("SFT", "--learning_rate inf", "--learning_rate inf: it must be a finite number, at least 0"),
+        ("SFT", "--learning_rate nan", "--learning_rate nan: "),
+        ("SFT", "--learning_rate=-1e-5", "--learning_rate -1e-05: "),
+        ("SFT", "--warmup_ratio 3", "warmup_ratio is 3.0; it must be at most 1"),
         ("SFT", "--max_length 0", "max_length is 0; it must be at least 1"),
         ("SFT", "--lora_rank 8 --push_to_hub True", "--push_to_hub: adapters name their base"),
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
@@ -119,6 +123,20 @@ def test_rows_grouped_by_length_are_refused_with_several_processes_which_would_n
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="--train_sampling_strategy group_by_length: .* batch_rebalance"):
         parse_arguments(words)
+
+
+def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, monkeypatch):
+    for of_accelerate, flags, named in (
+        ("bf16", [], "--bf16 True"),
+        ("fp16", ["--bf16", "True"], "--fp16 True"),
+        ("fp8", [], "--mixed_precision no"),
+    ):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
+        with pytest.raises(UserError, match=f"ACCELERATE_MIXED_PRECISION is {of_accelerate}.*{named}"):
+            parse_arguments(minimal(given, *flags))
+    for of_accelerate, flags in (("no", []), ("no", ["--bf16", "True"]), ("bf16", ["--bf16", "True"])):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_accelerate)
+        parse_arguments(minimal(given, *flags, "--use_cpu", "True"))
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(given, monkeypatch):
@@ -158,6 +176,10 @@ def test_a_token_of_the_hub_goes_to_the_environment_and_no_other_flag_holds_one(
     args = parse_arguments(minimal(given, "--hub_token", "hf_mine"))
     assert args.hub_token is None and huggingface_hub.get_token() == "hf_mine"
     assert [each.name for each in fields(SPAGArguments) if each.name.endswith("_token")] == ["hub_token"]
+
+
+def test_a_warm_up_over_all_steps_is_one(given):
+    assert parse_arguments(minimal(given, "--warmup_ratio", "1.0")).get_warmup_steps(7) == 7
 
 
 def test_weights_are_whole_without_deepspeed_and_lora(given):

@@ -275,7 +275,7 @@ def test_a_tokenizer_with_code_of_its_own_makes_rows_where_the_flag_allows_it(tm
     flags = {"tokenizer": tmp_path / "own", "output_data_path": tmp_path / "own.json", "chat_template": True}
     flags |= {"input_data_path": tmp_path / "games.json", "messages": "all"}
     refused = call(assign_rewards.main, *flags_of(flags), status=2)
-    assert "custom code" in refused.errors
+    assert "--trust_remote_code True" in refused.errors
     call(assign_rewards.main, *flags_of(flags | {"trust_remote_code": True}))
     assert len(read_json_or_jsonl(tmp_path / "own.json")) == 3
     sft = write_rows(tmp_path / "sft.json", [{"query": "Q", "target": "T"}])

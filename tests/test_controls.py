@@ -104,10 +104,13 @@ def test_the_record_has_settings_and_counts_and_refuses_other_rows(run, tmp_path
     assert "rows: " in run("silent", status=2)
 
 
-def test_each_file_of_rows_has_a_record_of_its_own(run, tmp_path):
+def test_each_file_of_rows_has_a_record_of_its_own_and_an_unknown_ending_is_refused_before_work(run, tmp_path):
     for name in ("drawn.json", "drawn.jsonl", "drawn.jsonl.gz"):
         assert len(run("draw", number=len(name), output=tmp_path / name)) == len(name)
         assert read_json(tmp_path / f"{name}_rewards_settings.json")["settings"]["number"] == len(name)
+    before = set(tmp_path.iterdir())
+    assert "unknown ending" in run("draw", status=2, number=4, output=tmp_path / "drawn.parquet")
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_sft_examples_are_drawn_as_they_are(run, tmp_path):

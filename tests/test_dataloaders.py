@@ -276,9 +276,12 @@ def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, s
     [
         ({"query": "a", "target": "b", "reward": math.nan}, "'reward' must be a finite number, not nan"),
         ({"query": "a", "target": "b", "weight": -1}, "'weight' is below 0"),
+        ({"query": "a", "target": "b", "chat_template": "false"}, "'chat_template' must be true or false"),
         ({"messages": TALK, "answer": "42"}, "'messages' beside 'answer': take out 'answer'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
         ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
+        ({"query": "a", "target": "b", "reward": "1.0"}, "'reward': must be real number"),
+        ({"query": "a", "target": "b", "weight": 10**400}, "'weight': int too large"),
     ],
 )
 def test_bad_rows_are_errors_that_name_file_and_row(tmp_path, tokenizer, row, message):

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +17,14 @@ from conftest import build_llama, build_sentencepiece, build_tokenizer
 from helpers import call, copy_model, flags_of, write_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, MistralConfig
 
 import train
 from tools import evaluate_games
 from tools.common.errors import UserError
 from tools.common.files import ROOT, read_json, write_json
 from tools.common.flags import parse_flags
-from tools.common.models import load_tokenizer, model_setting, token_ids
+from tools.common.models import load_model, load_tokenizer, model_setting, token_ids
 from tools.common.records import files_setting
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
@@ -177,7 +178,7 @@ def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, 
         load(pickled)
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     code = copy_model(tiny_model, tmp_path / "code", model_type="own", auto_map=own)
-    with pytest.raises(UserError, match="code: .*custom code"):
+    with pytest.raises(UserError, match="code: has code of its own; --trust_remote_code True"):
         load(code)
 
 
@@ -185,7 +186,7 @@ def test_an_adapter_beside_a_whole_model_is_refused_in_play_and_in_training(tiny
     """Transformers would add it to weights that hold it already, where peft is installed."""
     folder = copy_model(tiny_model, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter_config.json.* merged/"):
+    with pytest.raises(UserError, match="adapter_config.json .* take it out .* merged/"):
         make_players(str(folder), "human")
     rows = write_rows(tmp_path / "rows.jsonl", [{"query": "q", "target": "t"}])
     assert "adapter_config.json" in refused_training(folder, tmp_path, train_data_path=rows)
@@ -202,12 +203,32 @@ def test_a_model_that_transformers_cannot_load_is_refused_in_its_words(tiny_mode
         load(folder)
 
 
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"vocab_size": 260}
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_masked_language_model_is_refused_unless_it_is_made_a_decoder(is_decoder, tmp_path):
+    config = BertConfig(**TINY, is_decoder=is_decoder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with nullcontext() if is_decoder else pytest.raises(UserError, match="model: a masked language model .bert"):
+        load_model(tmp_path / "model")
+
+
 def test_a_token_that_the_model_lacks_ends_play(tiny_model):
     model = load(tiny_model)
     model.codec.tokenizer.add_tokens("<|x|>")
     assert generate(model, ["x"])
     with pytest.raises(UserError, match=r"the model has 260 tokens, not token 260 \(<\|x\|>\)"):
         generate(model, ["x<|x|>"])
+
+
+def test_a_maximum_length_beyond_the_positions_is_one_warning(caplog):
+    model, tokenizer = build_llama(0, 260, max_position_embeddings=64).eval(), build_tokenizer()
+    for max_length, warnings in ((64, 0), (65, 1)):
+        LocalModel(model, tokenizer, EngineFlags(max_length=max_length, max_new_tokens=8, task_type="testing"))
+        messages = [record.getMessage() for record in caplog.records if record.name == "tools.common.ranks"]
+        assert len(messages) == warnings and all(re.search("65, .* 64 positions", message) for message in messages)
 
 
 # What tokenizer_config.json says (class, legacy), and (normalizer, pre_tokenizer) of tokenizer.json.

@@ -125,10 +125,16 @@ def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, caplo
     assert work(tmp_path) and "run one launch at a time" in caplog.text
 
 
-def test_a_lock_that_cannot_be_taken_is_an_error(tmp_path, monkeypatch):
-    error = OSError(errno.EIO, "broken")
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (PermissionError(errno.EACCES, "denied"), UserError, r"\.settings\.lock: denied"),
+        (OSError(errno.EIO, "broken"), OSError, "broken"),
+    ],
+)
+def test_a_lock_that_cannot_be_taken_is_an_error(tmp_path, monkeypatch, error, kind, message):
     monkeypatch.setattr(FileLock, "acquire", lambda self: (_ for _ in ()).throw(error))
-    with pytest.raises(OSError, match="broken"):
+    with pytest.raises(kind, match=message):
         work(tmp_path)
     assert not list(tmp_path.iterdir())
 

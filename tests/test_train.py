@@ -455,6 +455,7 @@ LORA_MISTAKES = [
     ({"lora_target_modules": ["q_proj", "typo"]}, "no layer is called typo"),
     ({"lora_target_modules": ["q_proj,v_proj"]}, "no layer is called q_proj,v_proj"),
     ({"lora_target_modules": ["all"]}, "no layer is called all"),
+    ({"lora_target_modules": ["norm"]}, "--lora.*LlamaRMSNorm.* is not supported"),
     ({"lora_rank": -1}, "lora_rank is -1; it must be at least 1"),
     ({"lora_dropout": 1.5}, "lora_dropout is 1.5; it must be below 1"),
 ]
@@ -463,6 +464,15 @@ LORA_MISTAKES = [
 @pytest.mark.parametrize("changes, message", LORA_MISTAKES, ids=str)
 def test_a_mistake_in_loras_flags_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
     refused(tmp_path / "out", sft(mixed_rows, tiny_model, lora_rank=4) | changes, message)
+
+
+def test_adapters_on_tied_embeddings_are_refused(tmp_path, mixed_rows, tiny_model):
+    tied = copy_model(tiny_model, tmp_path / "tied", tie_word_embeddings=True)
+    settings = sft(mixed_rows, tied, lora_rank=4, max_steps=1)
+    for layer in ("embed_tokens", "lm_head"):
+        targets = {"lora_target_modules": ["q_proj", layer]}
+        refused(tmp_path / "out", settings | targets, "are tied to its output layer")
+    run(tmp_path / "out", settings)
 
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -493,7 +503,7 @@ def test_lora_trains_adapters_against_the_model_without_them(tmp_path, loaded, m
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 6)
     assert loaded == [tiny_model] * 2  # once to train, once to merge
     assert abs(steps[0]["log_ratio"]) < 1e-6 and abs(steps[-1]["log_ratio"]) > 1e-3
-    with pytest.raises(UserError, match="adapter_config.json.* merged/.* --lora_merge True"):
+    with pytest.raises(UserError, match="adapter_config.json.* merged/ .* --lora_merge True"):
         load_model(tmp_path / "out")
     merged, base = (load_model(each) for each in (tmp_path / "out/merged", tiny_model))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
@@ -517,6 +527,27 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     assert_close(losses_of(steps), losses_of(plain), rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+
+
+def test_under_autocast_adapters_read_their_inputs_without_a_copy_in_fp32_and_losses_are_equal(
+    tmp_path, mixed_rows, tiny_model, monkeypatch
+):
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    as_trained = layer._cast_input_dtype
+    dtypes = set()
+
+    def noting(self, inputs, dtype):
+        kept = as_trained(self, inputs, dtype)
+        dtypes.add(kept.dtype)
+        return kept
+
+    settings = offline_po(mixed_rows, tiny_model, None, lora_rank=4, bf16=True, learning_rate=0.02)
+    monkeypatch.setattr(layer, "_cast_input_dtype", noting)
+    kept = run(tmp_path / "kept", settings)
+    monkeypatch.setattr(layer, "_cast_input_dtype", lambda self, inputs, dtype: inputs.to(dtype))
+    copied = run(tmp_path / "copied", settings)
+    assert dtypes == {torch.bfloat16}
+    assert losses_of(kept) == losses_of(copied) and len(set(losses_of(kept))) == 4
 
 
 def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
@@ -652,6 +683,12 @@ def test_of_a_multimodal_model_the_text_part_alone_is_trained(tmp_path, gemma, m
 
 
 BAD_TRAINING = {
+    "3 rows, which --dataloader_drop_last drops": (
+        [GAME] * 3,
+        {"dataloader_drop_last": True},
+        "a batch has 8",
+        {"per_device_train_batch_size": 3},
+    ),
     "only SFT rows": ([GAME | {"type": "sft"}] * 8, {}, "--allow_no_game_rows True", {"allow_no_game_rows": True}),
     "4 rows have negative rewards": (
         [GAME, GAME | {"reward": -1.0}] * 4,
@@ -700,13 +737,15 @@ def test_offline_po_takes_no_row_for_a_won_game_unless_the_row_says_so(tmp_path,
     refused(tmp_path / "out", settings, rf"rows\.jsonl: row 3: {message}")
 
 
-def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows(tmp_path):
+def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows_and_names_unknown_types(tmp_path, caplog):
     tokenizer = build_tokenizer("<|im_end|>", chat_template=CHAT)
     alpaca = {"instruction": "q", "output": "t"}
     path = write_rows(tmp_path / "rows.jsonl", [TALK, alpaca, GAME | {"type": "debate"}, GAME])
     args = SimpleNamespace(train_method="OfflinePO", output_dir=tmp_path)
     rows = train.read_rows([path], args, tokenizer, len(tokenizer))
     assert rows["is_sft"][:] == [True, True, False, False]
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().endswith("trained as rows of games: debate")
 
 
 @pytest.mark.parametrize("method", ["SFT", "SFTwithKL"])
@@ -766,6 +805,22 @@ def test_models_that_cannot_be_compared_or_lack_weights_are_refused(tmp_path, mi
     refused(tmp_path / "out", sft(mixed_rows, layerless), "layerless: weights are missing .model.norm.weight")
 
 
+def test_a_maximum_length_beyond_the_positions_is_one_warning(tmp_path):
+    for part in (build_llama(0, 260, max_position_embeddings=64), build_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME] * 8)
+    errors = call(train.main, *flags(tmp_path / "out", sft(rows, tmp_path / "model", max_steps=1))).errors
+    assert len(re.findall("WARNING --max_length 128, .* 64 positions", errors)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"eval_strategy": "epoch"}, "eval_dataset"), ({"optim": "galore_adamw"}, "--optim: You need to install")],
+)
+def test_what_the_trainer_refuses_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
+    refused(tmp_path / "out", sft(mixed_rows, tiny_model), message, **changes)
+
+
 def test_a_padding_token_that_the_model_lacks_is_not_written_into_its_configuration(tmp_path, mixed_rows, tiny_model):
     folder, tokenizer = copy_model(tiny_model, tmp_path / "model"), build_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -783,6 +838,15 @@ def test_a_loss_that_is_not_finite_stops_training_and_saves_no_model(
     settings |= {"save_strategy": "steps", "save_steps": save_steps}
     for _ in range(2):
         refused(tmp_path / "out", settings, "the loss was NaN or infinite at or before step [234]; no model is saved")
+    assert not list((tmp_path / "out").glob("**/*.safetensors"))
+
+
+def test_weights_that_the_last_step_made_infinite_are_not_saved(tmp_path, tiny_model):
+    """The loss of the last step was finite; no later one looks at its weights."""
+    rows = write_rows(tmp_path / "rows.jsonl", [GAME | {"weight": 1e9}] * 8)
+    changes = {"max_steps": 1, "optim": "sgd", "learning_rate": 3e38, "max_grad_norm": 0}
+    settings = offline_po(rows, tiny_model, tiny_model, **changes)
+    refused(tmp_path / "out", settings, "weights are NaN or infinite after step 1; no model is saved")
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
 
 

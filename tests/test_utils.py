@@ -14,7 +14,7 @@ import pytest
 from helpers import ENVIRONMENT, call
 
 from tools.common.errors import UserError, user_errors
-from tools.common.files import read_json_or_jsonl, read_words, replacing, write_json, write_records
+from tools.common.files import read_json_or_jsonl, read_words, replacing, write_json, write_records, write_words
 from tools.common.models import make_weights_readable, model_setting
 from tools.common.rowformats import alpaca_to_row, read_row
 
@@ -61,11 +61,15 @@ def test_words_lose_blanks_and_invisible_characters_at_their_ends(tmp_path):
     assert read_words(path) == ["cat", "cloud", "dog", "ice cream", "État"]
 
 
+INVISIBLE = (0x200B, 0x2060, 0xFEFF, 0xAD, 0x200E, 0x200F, 0x202E, 0x2066)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("cat\n\ndog\n", ":3: no dogs"),
         ("\n\n", ": no words"),
+        *((f"cat\n te{chr(code)}st\n", rf":2: character 4 .*U\+{code:04X}") for code in INVISIBLE),
     ],
 )
 def test_a_word_that_cannot_be_played_is_named_by_its_line(tmp_path, text, message):
@@ -76,6 +80,12 @@ def test_a_word_that_cannot_be_played_is_named_by_its_line(tmp_path, text, messa
     (tmp_path / "words.txt").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=rf"words\.txt{message}"):
         read_words(tmp_path / "words.txt", check)
+
+
+def test_joiners_belong_to_words_of_some_languages(tmp_path):
+    words = ["می\u200cخواهم", "क्\u200dष", "👩\u200d🚀"]
+    write_words(tmp_path / "words.txt", words)
+    assert read_words(tmp_path / "words.txt") == words
 
 
 def test_json_that_is_written_has_null_for_numbers_that_are_not_finite(tmp_path):

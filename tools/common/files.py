@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from typing import IO, Any, TypeVar
 from tools.common.errors import UserError, user_errors
 
 ROOT = Path(__file__).resolve().parents[2]
+JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
 AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
+RECORD_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 StrPath = str | os.PathLike
 T = TypeVar("T")
 
@@ -66,8 +69,8 @@ def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T
 def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
 
-    UserError as of `read_json_or_jsonl`. For another split or subset of a data set, write it to a file of your own: a
-    name has no place for it.
+    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read. For another split or
+    subset of a data set, write it to a file of your own: a name has no place for it.
     """
     path = Path(name)
     if path.exists() and path.suffix != ".parquet":
@@ -81,7 +84,11 @@ def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     datasets.disable_progress_bars()
     # Its copy of the data would stand for whatever lies at this path later, so it does not outlive this call.
     with tempfile.TemporaryDirectory() as cache:
-        records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+        try:
+            records = datasets.load_dataset(**source, split="train", cache_dir=cache)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            why = str(error.__cause__ or error).partition("\n")[0]
+            raise UserError(f"{name}: `datasets` cannot read it: {why}") from error
         return _made(name, (_without_nulls(record) for record in records), make)
 
 
@@ -113,17 +120,28 @@ def _parse(text: str, where: StrPath):
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
     """The words of a file, one a line, without blanks and invisible characters (a byte order mark) at their ends.
 
-    UserError names the line of a word that `check` refuses by ValueError.
+    UserError names the line of a word that holds an invisible character, with which no said word would be equal, or
+    that `check` refuses by ValueError.
     """
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if word := line.strip(AROUND_WORDS):
-            with user_errors(f"{path}:{number}", ValueError):
+            with user_errors(f"{path}:{number}", ValueError, UserError):
+                _check_visible(line, word)
                 check(word)
             words.append(word)
     if not words:
         raise UserError(f"{path}: no words; expected one a line")
     return words
+
+
+def _check_visible(line: str, word: str) -> None:
+    """Raise UserError for a format character inside a word, such as U+200B; it names its position in the line."""
+    start = line.index(word)
+    for position, character in enumerate(word, start=start + 1):
+        if unicodedata.category(character) == "Cf" and character not in JOINERS:
+            code = f"U+{ord(character):04X}"
+            raise UserError(f"character {position} is the invisible {code}, which nobody says; delete it")
 
 
 @contextmanager
@@ -166,8 +184,15 @@ def write_words(path: StrPath, words: Iterable[str]) -> None:
     write_text(path, "".join(f"{word}\n" for word in words))
 
 
+def check_record_file(path: StrPath) -> None:
+    """UserError unless the name of a file of records says in which form they are written."""
+    if not str(path).endswith(RECORD_FILES):
+        raise UserError(f"{path}: unknown ending; records are written as {', '.join(RECORD_FILES)}")
+
+
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
     """Write one object a line: as JSONL if the path ends in .jsonl or .jsonl.gz, else as a JSON list."""
+    check_record_file(path)
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     if str(path).removesuffix(".gz").endswith(".jsonl"):
         write_text(path, "\n".join([*lines, ""]))

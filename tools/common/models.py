@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tools.common.errors import UserError, user_errors
 from tools.common.files import StrPath
+from tools.common.ranks import warn_on_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +57,15 @@ def model_folder(name: str) -> Path:
 
         with user_errors(f"{name}: no such folder, and no such model on the hub or in its cache", OSError, ValueError):
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
-    if (folder / "adapter_config.json").is_file():  # transformers would add it to weights that may hold it already
-        remedy = "give the folder merged/, which train.py writes with --lora_merge True"
-        raise UserError(f"{folder}: holds an adapter (adapter_config.json); {remedy}")
-    if not (folder / "config.json").is_file():
+    has_config = (folder / "config.json").is_file()
+    has_adapter = (folder / "adapter_config.json").is_file()
+    if has_config and has_adapter:  # transformers would add the adapter to weights that may hold it already
+        remedy = "take it out if the weights are merged, or give the folder merged/ of the training"
+        raise UserError(f"{folder}: adapter_config.json lies beside a whole model; {remedy}")
+    if has_adapter:
+        remedy = "give the folder merged/ inside it, which train.py writes with --lora_merge True"
+        raise UserError(f"{folder}: an adapter (adapter_config.json, no config.json), not a model; {remedy}")
+    if not has_config:
         raise UserError(f"{folder}: no config.json; this is not a model folder")
     return folder
 
@@ -68,13 +74,18 @@ def from_folder(auto, name: StrPath, **options):
     """`auto.from_pretrained` of a model's folder. UserError with transformers' message if it cannot be loaded."""
     folder = model_folder(str(name))
     with user_errors(folder, ValueError, ImportError):
-        return auto.from_pretrained(folder, **options)
+        try:
+            return auto.from_pretrained(folder, **options)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise UserError(f"{folder}: has code of its own; --trust_remote_code True runs it") from error
+            raise
 
 
 def load_model(name: StrPath, **options):
     """A causal language model in eval mode, from safetensors only, because pickled weights could run code.
 
-    UserError if it cannot be loaded or lacks weights.
+    UserError if it cannot be loaded, lacks weights, or is a masked language model.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -84,7 +95,24 @@ def load_model(name: StrPath, **options):
     model, report = from_folder(AutoModelForCausalLM, name, **options)
     if report["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
+    with user_errors(name, UserError):
+        check_causal(model.config)
     return model
+
+
+def check_causal(config) -> None:
+    """Raise UserError for a masked language model: transformers would load it, but its tokens see later ones."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise UserError(f"a masked language model ({config.model_type}); take a causal one, or set is_decoder to true")
+
+
+def warn_of_positions(config, max_length: int) -> None:
+    """Warn if --max_length exceeds the model's `max_position_embeddings`."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        warn_on_rank_0("--max_length %d, but the model's config.json has %d positions", max_length, positions)
 
 
 def make_weights_readable(folder: StrPath) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from tools.common.errors import UserError
-from tools.common.files import ROOT, StrPath, data_folder, read_json, write_json
+from tools.common.files import ROOT, StrPath, check_record_file, data_folder, read_json, write_json
 from tools.common.ranks import barrier, on_rank_0, rank
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems that know no locks
@@ -27,9 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def files_setting(*paths: StrPath) -> dict[str, str]:
-    """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared."""
+    """Files as a setting of a stage: their paths, and the SHA-256 by which they are compared.
+
+    UserError for a pipe, such as <(zcat FILE): it can be read only once.
+    """
     digest = hashlib.sha256()
     for path in paths:
+        if Path(path).is_fifo():
+            raise UserError(f"{path}: a pipe, not a regular file; write its content to a file")
         digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
     return {"path": " ".join(map(str, paths)), "sha256": digest.hexdigest()}
 
@@ -109,7 +114,8 @@ def stage(
 
 
 def rows_stage(output: StrPath, settings: Mapping, defaults: Mapping) -> AbstractContextManager[Stage]:
-    """The `stage` of a program that writes a file of rows."""
+    """The `stage` of a program that writes a file of rows. UserError for a name with an unknown ending."""
+    check_record_file(output)
     return stage(
         rows_record(output), settings, results=[glob.escape(Path(output).name)], defaults=defaults, ranks=False
     )
@@ -122,6 +128,9 @@ def _begin(record: Path, settings: dict, defaults: dict, results: Sequence[str],
         lock.acquire()
     except Timeout:  # an OSError too, so it comes first
         raise UserError(f"{record.parent}: another launch is at work here; end that one first") from None
+    except PermissionError as error:
+        remedy = "another user's launch made it; delete it if nobody is at work here"
+        raise UserError(f"{lock.lock_file}: {error.strerror}; {remedy}") from None
     except (NotImplementedError, OSError) as error:
         if getattr(error, "errno", errno.ENOSYS) not in NO_LOCKS:
             raise

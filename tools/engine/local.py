@@ -19,6 +19,7 @@ from tools.common.models import (
     load_tokenizer,
     special_texts,
     token_ids,
+    warn_of_positions,
 )
 from tools.common.ranks import check_gpus, warn_of_idle_gpu
 from tools.engine.flags import EngineFlags
@@ -118,6 +119,7 @@ class LocalModel:
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model
         self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size)
+        warn_of_positions(model.config, sampling.max_length)
         # Otherwise `generate` would take settings that we leave unset, such as a repetition penalty, from the folder's
         # generation_config.json. Of that, only the end tokens count, which Codec has.
         model.generation_config = GenerationConfig()
