@@ -4,9 +4,6 @@ import asyncio
 import itertools
 import json
 import re
-import shutil
-import ssl
-import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -176,14 +173,6 @@ def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_
     assert all("top_k" in body for *_, body in server.requests if refused not in body["prompt"])
 
 
-def test_a_server_here_goes_without_a_proxy_and_one_that_cannot_be_used_is_named(stub, tmp_path, monkeypatch, run):
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    run(stub().url, max_games=1)
-    monkeypatch.setenv("ALL_PROXY", "gopher://me:hush@proxy:9")
-    errors = run("http://far.example/v1", output_dir=tmp_path / "far", status=2)
-    assert "ALL_PROXY: this proxy cannot be used" in errors and "hush" not in errors
-
-
 def test_the_url_may_come_from_the_environment_and_the_other_side_be_a_model_here(
     stub, tiny_model, tmp_path, monkeypatch, run
 ):
@@ -192,13 +181,6 @@ def test_the_url_may_come_from_the_environment_and_the_other_side_be_a_model_her
     run(max_games=6, attacker_model_name_or_path=tiny_model)
     for game in read_json_or_jsonl(tmp_path / f"{STEM}_results.json"):
         assert [message["content"] == "Hello." for message in game["history"]] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "gpu7/v1", "ftp://gpu7/v1", "http:///v1", "http://[gpu7/v1"])
-def test_a_url_that_is_none_is_refused_at_once(url, run, monkeypatch):
-    assert f"--openai_base_url {url}: " in run(url, status=2)
-    monkeypatch.setenv("OPENAI_BASE_URL", url)
-    assert f"--openai_base_url {url}: " in run(status=2)
 
 
 def test_an_empty_url_in_the_environment_counts_as_unset(monkeypatch, run):
@@ -213,25 +195,6 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key, stub, monke
     monkeypatch.setenv("OPENAI_API_KEY", key)
     errors = run(stub().url, status=2)
     assert "error: OPENAI_API_KEY: " in errors and "hush" not in errors and "my key" not in errors
-
-
-@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate by the command openssl")
-def test_a_local_server_may_have_a_certificate_of_its_own(stub, tmp_path, monkeypatch, run):
-    pem, names = str(tmp_path / "own.pem"), "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    subprocess.run([*command, "-addext", names, "-keyout", pem, "-out", f"{pem}.crt"], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(f"{pem}.crt", pem)
-    server = stub()
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # not for a server here
-    for host in ("localhost", "127.0.0.1"):
-        url = f"https://{host}:{server.server_port}/v1"
-        with monkeypatch.context() as patch:
-            patch.setenv("SSL_CERT_FILE", f"{pem}.crt")
-            run(url, max_games=1, output_dir=tmp_path / host)
-        errors = run(url, max_games=1, openai_retries=0, output_dir=tmp_path / f"{host} untrusted", status=2)
-        assert "CERTIFICATE_VERIFY_FAILED" in errors
 
 
 # Answers.
@@ -385,13 +348,12 @@ def test_three_answers_that_are_no_replies_before_the_first_reply_end_the_run(bo
     assert len(lost) == 5 and all("Unexpected endpoint or" in line for line in lost)
 
 
-def test_a_server_that_does_not_answer_is_named_and_a_try_ends(stub, monkeypatch, run):
-    monkeypatch.setattr("tools.players.server.PATIENCE", 0.1)
+def test_a_server_that_does_not_answer_is_named_and_a_try_ends(stub, run):
     ended = threading.Event()
     server = stub(lambda *_: ended.wait(20) and None)
     errors = run(server.url, openai_timeout=0.5, openai_retries=1, status=2)
     ended.set()
-    assert errors.count("some/model: no reply for") == 1 and "timed out" in errors.splitlines()[-1]
+    assert "some/model at 127.0.0.1" in errors and "timed out" in errors.splitlines()[-1]
 
 
 def test_a_missing_server_and_a_missing_key_end_the_run_with_one_line(monkeypatch, run):

@@ -1,14 +1,11 @@
 """Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client repeats requests that fail."""
 
-import asyncio
 import json
 import os
-import ssl
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
-from tools.common.errors import UserError, printable, require, user_errors
+from tools.common.errors import UserError, printable, require
 from tools.common.flags import flag
 from tools.common.models import whole_characters
 from tools.common.ranks import warn_on_rank_0
@@ -27,7 +24,6 @@ from tools.players.player import (
 
 SERVER = "openai:"  # begins the name of a player behind a server
 OPENAI_URL = "https://api.openai.com/v1"
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 OPENAI_FIELDS = ("temperature", "top_p")  # that all servers take; vLLM and SGLang take those of Sampling.drawing too
 LIMIT = "max_tokens"  # of a reply
 CHAT_LIMIT = "max_completion_tokens"  # the same where OpenAI's reasoning models chat
@@ -41,7 +37,6 @@ REFUSED = (400, 403, 422)
 # to its word alone.
 MOST_REFUSED = 3
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
-PATIENCE = 60  # seconds without a first reply, after which a warning says so
 
 
 @dataclass(kw_only=True)
@@ -61,16 +56,6 @@ class ServerFlags(Sampling):
     openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0, machine=True)
 
 
-def server_url(flags: ServerFlags) -> str:
-    """The URL of the server; "" if there is none. UserError if it does not begin with http:// or https://."""
-    url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL", "").strip()
-    with user_errors(f"--openai_base_url {url}", ValueError):
-        parts = urlsplit(url)
-    if url and not (parts.scheme in ("http", "https") and parts.hostname):
-        raise UserError(f"--openai_base_url {url}: not a URL of a server, such as http://localhost:8000/v1")
-    return url
-
-
 def api_key() -> str:
     """OPENAI_API_KEY without blanks around it; "" if unset. UserError, without the key, if no header can hold it."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -81,29 +66,20 @@ def api_key() -> str:
 
 
 def connect(flags: ServerFlags):
-    """An openai.AsyncOpenAI for one event loop. UserError if key, URL or proxy cannot be used."""
+    """An openai.AsyncOpenAI for one event loop. UserError without a key for OpenAI itself, or if none can be used."""
     require("openai", "openai>=3.54,<4")
     import openai
 
-    url = server_url(flags)
+    url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL", "").strip()
     key = api_key()
     if not (url or key):
         raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
-    url = url or OPENAI_URL
-    if urlsplit(url).hostname in LOCAL_HOSTS:
-        # No proxies. The context reads SSL_CERT_FILE and SSL_CERT_DIR, which the client leaves out with the proxies.
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=False, verify=ssl.create_default_context())
-    else:
-        proxy = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: this proxy cannot be used; set NO_PROXY"
-        with user_errors(proxy, ImportError, ValueError):
-            http_client = openai.DefaultAsyncHttpxClient()
     return openai.AsyncOpenAI(
         api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one
-        base_url=url,
+        base_url=url or OPENAI_URL,
         max_retries=flags.openai_retries,
         # A long reply may take all its time, but a try at a machine that is off ends after 5 s.
         timeout=openai.Timeout(flags.openai_timeout, connect=5),
-        http_client=http_client,
     )
 
 
@@ -131,7 +107,6 @@ class ServerPlayer(Player):
             self.forms.append(Form(CHAT_LIMIT, all_fields=False))
         self.answered = False  # whether there was a reply
         self.refused = 0  # answers that were no replies, before the first reply
-        self.timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def named(cls, name: str, game: Game, flags: ServerFlags, seed: str) -> "ServerPlayer":
@@ -150,7 +125,6 @@ class ServerPlayer(Player):
         """
         import openai
 
-        self.timer = self.timer or asyncio.get_running_loop().call_later(PATIENCE, self._warn_of_silence)
         forms = self.forms
         for form in forms:
             try:
@@ -253,10 +227,6 @@ class ServerPlayer(Player):
         if status in WRONG_KEY or "insufficient_quota" in said or (wrong_setup and not self.answered):
             return UserError(line)
         return ReplyUnavailable(line)
-
-    def _warn_of_silence(self) -> None:
-        if not self.answered:
-            warn_on_rank_0("%s: no reply for %d s; each try may take --openai_timeout", self.model, PATIENCE)
 
 
 def _join(content: str | list | None, kind: str) -> str:
