@@ -153,11 +153,6 @@ def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def join_thought(thought: str, text: str) -> str:
-    """What a player wrote: the inverse of `split_thought`."""
-    return thought + text
-
-
 def thought_is_open(stored: Mapping) -> bool:
     """Whether a stored reply is a thought without its closing tag, so that its message is empty."""
     return "thought" in stored and not stored["thought"].endswith(CLOSING_TAGS)

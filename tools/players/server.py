@@ -19,7 +19,6 @@ from tools.players.player import (
     Sampling,
     Turn,
     draw_seed,
-    join_thought,
 )
 
 SERVER = "openai:"  # begins the name of a player behind a server
@@ -27,15 +26,9 @@ OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_FIELDS = ("temperature", "top_p")  # that all servers take; vLLM and SGLang take those of Sampling.drawing too
 LIMIT = "max_tokens"  # of a reply
 CHAT_LIMIT = "max_completion_tokens"  # the same where OpenAI's reasoning models chat
-# Status: the key or the account; the model or the address; the request, or what it says (moderation). OK is that of an
-# answer that is no reply, such as a login page.
-OK = 200
-WRONG_KEY = (401, 402)
-WRONG_ADDRESS = (404, 405)
-REFUSED = (400, 403, 422)
-# So many refusals and answers that are no replies end the run, if there was no reply. One may be due
-# to its word alone.
-MOST_REFUSED = 3
+WRONG_KEY = (401, 402)  # status: the key or the account
+REFUSED = (400, 403, 422)  # status: the request, or what it says (moderation)
+MOST_FAILED = 3  # failures before the first reply that end the run; one may be due to its word alone
 SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
 
 
@@ -106,7 +99,7 @@ class ServerPlayer(Player):
         if self.chat:
             self.forms.append(Form(CHAT_LIMIT, all_fields=False))
         self.answered = False  # whether there was a reply
-        self.refused = 0  # answers that were no replies, before the first reply
+        self.failed = 0  # requests without a reply
 
     @classmethod
     def named(cls, name: str, game: Game, flags: ServerFlags, seed: str) -> "ServerPlayer":
@@ -120,8 +113,7 @@ class ServerPlayer(Player):
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
 
-        UserError for a wrong key and a used-up quota, and before the first reply: for no server, a wrong model, and
-        the third request that is refused or has an answer that is no reply.
+        UserError for a wrong key and a used-up quota; before the first reply also for no server, and the third failure.
         """
         import openai
 
@@ -131,17 +123,19 @@ class ServerPlayer(Player):
                 answer = await self._create(turn, form)
                 break
             except openai.APIStatusError as error:
-                status = error.status_code
+                status, said = error.status_code, error.response.text
                 if form == forms[-1] or status not in REFUSED:
-                    raise self._failure(status, f"status {status}: {error.response.text}") from None
+                    no_more = status in WRONG_KEY or "insufficient_quota" in said
+                    raise self._failure(f"status {status}: {said}", ends_run=no_more) from None
             except openai.APIError as error:  # no answer came
-                raise self._failure(None, f"{error} {error.__cause__ or ''}") from None
+                said = f"{error} {error.__cause__ or ''}"
+                raise self._failure(said, ends_run=not self.answered) from None
             except json.JSONDecodeError as error:
-                raise self._failure(OK, f"no reply ({error}): {error.doc}") from None
+                raise self._failure(f"no reply ({error}): {error.doc}") from None
         try:
             reply = self._read(answer)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._failure(OK, f"no reply ({error!r}): {answer}") from None
+            raise self._failure(f"no reply ({error!r}): {answer}") from None
         if not self.answered:
             self.answered = True
             self.forms = [form]
@@ -184,7 +178,6 @@ class ServerPlayer(Player):
             raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
         finish_reason = LENGTH if is_cut else STOP
         tokens = getattr(answer.usage, "completion_tokens", None)
-        tokens = tokens if isinstance(tokens, int) else None
         thinking = self.flags.thinking
         written = whole_characters(self._written(choice.message, is_cut) if self.chat else choice.text or "")
         if not self.chat and not thinking:
@@ -196,7 +189,7 @@ class ServerPlayer(Player):
             reply = replace(reply, thought=None)
         # In a chat, thoughts that are hidden or dropped may have taken all tokens, so an empty text is an error here.
         # At `completions` it is a reply, as it is for a local model.
-        if self.chat and not join_thought(reply.thought or "", reply.text).strip():
+        if self.chat and not (reply.thought or reply.text.strip()):
             raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
         return reply
 
@@ -207,26 +200,18 @@ class ServerPlayer(Player):
             return text
         apart = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
         reasoning = apart or _join(message.content, "thinking")
-        if not isinstance(reasoning, str):
-            raise ValueError("its reasoning is no text")
         if not reasoning:
             return text
         is_open = is_cut and not text
-        return join_thought(f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>", text)
+        return f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>{text}"
 
-    def _failure(self, status: int | None, said: str) -> Exception:
-        """The exception for what a server said, in one line without the key.
-
-        UserError ends the run; ReplyUnavailable gives up this game alone.
-        """
+    def _failure(self, said: str, *, ends_run: bool = False) -> Exception:
+        """What a server said, in one line without the key: UserError, or ReplyUnavailable, which loses one game."""
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
-        if status in (OK, *REFUSED):
-            self.refused += 1
-        wrong_setup = status in (None, *WRONG_ADDRESS) or self.refused == MOST_REFUSED
-        if status in WRONG_KEY or "insufficient_quota" in said or (wrong_setup and not self.answered):
-            return UserError(line)
-        return ReplyUnavailable(line)
+        self.failed += 1
+        ends_run |= not self.answered and self.failed >= MOST_FAILED
+        return UserError(line) if ends_run else ReplyUnavailable(line)
 
 
 def _join(content: str | list | None, kind: str) -> str:

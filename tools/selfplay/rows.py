@@ -14,7 +14,7 @@ from tools.common.models import load_tokenizer, without
 from tools.common.rowformats import alpaca_texts, alpaca_to_row, read_row
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
-from tools.players.player import join_thought, reply_without
+from tools.players.player import reply_without
 from tools.selfplay.episodes import listed
 from tools.selfplay.rewards import (
     Result,
@@ -155,7 +155,7 @@ def thoughtful_target(episode: Mapping, index: int) -> Row:
     reply = episode["replies"][index] if episode.get("replies") else {}
     if "thought" not in reply:
         return {}
-    return {"target": join_thought(reply["thought"], reply["text"]), "thought": True}
+    return {"target": reply["thought"] + reply["text"], "thought": True}
 
 
 def assign_rewards(
