@@ -113,7 +113,7 @@ class ServerPlayer(Player):
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
 
-        UserError for a wrong key and a used-up quota; before the first reply also for no server, and the third failure.
+        UserError for a wrong key, a used-up quota, and before the first reply for no server and the third failure.
         """
         import openai
 
