@@ -1,7 +1,7 @@
 """Word lists, words that are held out, the rows of our own games, and the files of the English world."""
 
 from conftest import ROOT
-from helpers import call, flags_of, write_rows
+from helpers import call, flags_of
 
 from tools import prepare_data
 from tools.common.files import read_json_or_jsonl
@@ -37,8 +37,6 @@ def test_the_games_of_this_project_are_divided_by_their_split(tmp_path):
     words = {split: (tmp_path / f"{split}.txt").read_text().split() for split in ("played", "tuning", "held_out")}
     assert all(words.values())
     assert {game["target_word"] for game in read_json_or_jsonl(tmp_path / "games.jsonl")} == set(words["played"])
-    games = write_rows(tmp_path / "own.jsonl", [{"target_word": "cat", "split": "played"}, {"target_word": "dog"}])
-    assert "own.jsonl: row 2: 'split'" in prepare("imitation", games=games, output_dir=tmp_path, status=2).errors
 
 
 RELEASE = '''
@@ -64,11 +62,6 @@ def test_prompts_of_the_release_become_a_prompt_file_and_none_of_its_code_runs(t
     assert templates == {"rules": rules} | instructions
     prompt = play_prompt(load_game(), [], "cat", 5, templates)
     assert prompt.startswith("Hints, but not the word. 5 turns.\nThe game is just") and "Hide `cat`." in prompt
-    no_literal = RELEASE.replace('"Hints', 'f() + "Hints')
-    for text, named in (("x = 1\n", "GAME_RULE_PROMPTS and PLAYER"), ("def", "utils.py"), (no_literal, "utils.py")):
-        release.write_text(text)
-        errors = prepare("prompts", release=release, output=output, status=2).errors
-        assert named in errors and errors.count("\n") == 1
 
 
 def test_english_makes_rows_of_the_plain_games_and_some_to_keep(tmp_path, monkeypatch):

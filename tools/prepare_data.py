@@ -12,7 +12,7 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common.errors import UserError, user_errors
+from tools.common.errors import UserError
 from tools.common.files import ROOT, read_json_or_jsonl, read_text, read_words, write_json, write_records, write_words
 from tools.common.flags import FlagGroup, flag, parse_command
 from tools.common.programs import run_program, run_python
@@ -21,8 +21,6 @@ from tools.games.prompts import RULES, load_templates
 
 GAMES = ROOT / "data" / "imitation_games.jsonl"
 ENGLISH = ROOT / "data" / "english"
-RELEASED_RULES = "GAME_RULE_PROMPTS"
-RELEASED_INSTRUCTIONS = "PLAYER_INSTRUCT_PROMPTS"
 
 
 @dataclass(kw_only=True)
@@ -36,15 +34,11 @@ class Prompts(FlagGroup):
     output: str = flag("prompt file to write")
 
     def run(self) -> None:
-        with user_errors(self.release, SyntaxError):
-            statements = ast.parse(read_text(self.release)).body
+        statements = ast.parse(read_text(self.release), self.release).body
         assignments = [statement for statement in statements if isinstance(statement, ast.Assign)]
         values = {ast.unparse(assignment.targets[0]): assignment.value for assignment in assignments}
-        if missing := {RELEASED_RULES, RELEASED_INSTRUCTIONS} - values.keys():
-            raise UserError(f"{self.release}: {' and '.join(sorted(missing))} are not defined there")
-        with user_errors(self.release, ValueError):  # an expression that would have to be run
-            rules = ast.literal_eval(values[RELEASED_RULES])
-            instructions = ast.literal_eval(values[RELEASED_INSTRUCTIONS])
+        rules = ast.literal_eval(values["GAME_RULE_PROMPTS"])
+        instructions = ast.literal_eval(values["PLAYER_INSTRUCT_PROMPTS"])
         of_roles = {f"{role}_instruction": text for role, text in instructions.items()}
         write_json(self.output, {RULES: rules} | of_roles)
         load_templates(self.output, load_game())  # UserError for texts that are no prompts of the game
@@ -76,12 +70,6 @@ class Split(FlagGroup):
         write_words(self.output, [word for word in words.values() if word not in drawn])
 
 
-def with_split(game: dict) -> dict:
-    if absent := [name for name in ("target_word", "split") if game.get(name) is None]:
-        raise UserError(f"{absent[0]!r} is missing; a game to imitate has 'target_word' and 'split'")
-    return game
-
-
 @dataclass(kw_only=True)
 class Imitation(FlagGroup):
     """Divide the games that come with this project by their split: the words of each part, and games to imitate.
@@ -95,7 +83,7 @@ class Imitation(FlagGroup):
 
     def run(self) -> None:
         folder = Path(self.output_dir)
-        games = read_json_or_jsonl(self.games, with_split)
+        games = read_json_or_jsonl(self.games)
         # The lists have the words of our games too, because the few games of data/english have few held-out words.
         listed = games + read_json_or_jsonl(GAMES)
         for split in ("played", "tuning", "held_out"):
