@@ -180,7 +180,7 @@ def test_if_vllm_does_not_start_the_last_line_names_another_engine(
     monkeypatch.setattr(sys.modules["vllm"], "LLMEngine", SimpleNamespace(from_engine_args=fail))
     errors = call(play_llm_game.main, *flags(place, tiny_model, tmp_path), status=2).errors
     reason = str(error).splitlines()[0]
-    assert "Traceback" in errors and "engine vllm: --engine asks for it" in errors
+    assert "Traceback" in errors
     assert reason in errors.splitlines()[-1] and "--engine slots" in errors.splitlines()[-1]
 
 

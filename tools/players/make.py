@@ -48,20 +48,15 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. If vLLM does not
     start, the program ends, and no other engine takes over.
     """
-    if not any(kind_of(name)[0] is ModelPlayer for name in names):
-        return flags
-    if flags.engine != AUTO:
-        logger.info("engine %s: --engine asks for it", flags.engine)
+    if flags.engine != AUTO or not any(kind_of(name)[0] is ModelPlayer for name in names):
         return flags
     import torch
 
     if not on_rank_0(torch.cuda.device_count):
-        logger.info("engine %s: there is no GPU", SLOTS)
         return flags
     if not has_vllm():
         logger.info("engine %s: the package vllm is not installed (%s)", SLOTS, INSTALL)
         return flags
-    logger.info("engine %s: there are a GPU and the package vllm", VLLM)
     return replace(flags, engine=VLLM)
 
 
