@@ -16,18 +16,18 @@ import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn
 
-from tools.common.errors import UserError, user_errors
+from tools.common.errors import UserError
 from tools.common.files import ROOT, read_json, read_text, write_text
 from tools.common.flags import FlagGroup, build_parser, flag
 from tools.common.programs import INTERRUPTED, run_program
 from tools.games.game import load_member
 from tools.lab import table
-from tools.loop.settings import TABLES, Loop, nearest, prefix_errors, read_loop
+from tools.loop.settings import TABLES, Loop, prefix_errors, read_loop
 from tools.loop.stages import TERMINATED, environment, say
 
 # For each program, because seeds run side by side. Where the user has set these variables, they stay: a single seed on
@@ -73,28 +73,12 @@ class Study:
 
 
 def read_study(path: str, settings: Sequence[str]) -> Study:
-    """Read a file of arms. UserError for a wrong name or value in it, also in the last arm, which may be days away.
+    """Read a file of arms. UserError for a wrong setting in it, also in the last arm, which may be days away.
 
     Files that settings name are not checked here, because `prepare` may still have to make them. Nor are measures of
     comparisons: only results bring their names.
     """
-    with user_errors(f"{path}: not TOML", tomllib.TOMLDecodeError):
-        tree = tomllib.loads(read_text(path), parse_float=str)
-    kinds = {part.name: get_origin(part.type) or part.type for part in fields(Study)}
-    for key, value in tree.items():
-        if key not in kinds:
-            raise UserError(f"{path}: {key} is no key of a study{nearest(key, kinds)}")
-        if not isinstance(value, kinds[key]):
-            raise UserError(f"{path}: {key} is {value!r}; expected a {kinds[key].__name__}")
-    study = Study(**{"arms": {}} | tree)
-    if not study.arms or not all(isinstance(arm_settings, dict) for arm_settings in study.arms.values()):
-        raise UserError(f"{path}: a study needs arms, which are tables such as [arms.released]")
-    for comparison in study.primary + study.minus:
-        if len(comparison) not in (3, 4) or not {*comparison[1:3]} <= {*study.arms, table.BASE, table.IMITATION}:
-            shape = "[MEASURE, ARM, OTHER] or [MEASURE, ARM, OTHER, MARGIN]"
-            raise UserError(f"{path}: {comparison}: expected {shape}; base and imitation are arms too")
-        with user_errors(f"{path}: {comparison}: the margin", ValueError):
-            list(map(float, comparison[3:]))
+    study = Study(**tomllib.loads(read_text(path), parse_float=str))
     for arm in study.arms:
         with prefix_errors(f"{path}: [arms.{arm}]: "):
             settings_of(study, arm, settings)
