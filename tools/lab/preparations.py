@@ -7,7 +7,6 @@ One that `prepare` names takes the folder of a seed, the seed, and the settings 
 """
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -137,10 +136,7 @@ def draw(rows: str | Path, number: int, seed: int, output: Path) -> None:
 
 
 def gate(loop: str) -> None:
-    """Raise UserError if the arm called gate names the word too seldom or breaks the rules too often in epoch 1.
-
-    RIGHT and BREACHES in the environment are other shares of its games than 0.3 and 0.1.
-    """
+    """Raise UserError if the arm called gate names the word too seldom or breaks the rules too often in epoch 1."""
     if Path(loop).name != "gate":
         return
     (summary,) = Path(loop).glob("epoch1/episodes/*_summary.json")
@@ -148,7 +144,7 @@ def gate(loop: str) -> None:
     right = games["outcomes"]["defender wins"] / games["games"]
     breaches = games["outcomes"]["attacker breaks the rules"] / games["games"]
     print(f"gate: right guesses {right:.0%}, broken rules {breaches:.0%}")
-    if right < float(os.environ.get("RIGHT", 0.3)) or breaches > float(os.environ.get("BREACHES", 0.1)):
+    if right < 0.3 or breaches > 0.1:
         raise UserError("the model cannot play well enough; the study stops here")
 
 
