@@ -56,8 +56,8 @@ class Flags(GameFlags, ModelFlags):
         }
 
 
-def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
-    """The games of the split, and the candidates.
+def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str], int]:
+    """The games of the split, the candidates, and how many of them every game has.
 
     Without --candidates these are drawn from the secrets of all games, whatever --split is. So a guess is measured
     among words of other splits too, and all splits of a file have the same candidates.
@@ -74,19 +74,20 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str]]:
     if not episodes:
         raise UserError(f"{flags.games}: no games of --split {flags.split}")
     candidates = draw_candidates(game, words, flags.most_candidates, flags.seed)
-    if fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates) < 2:
+    among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
+    if among < 2:
         raise UserError(f"{flags.candidates or flags.games}: one word alone; log_share needs other candidates")
-    return episodes, candidates
+    return episodes, candidates, among
 
 
-def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes: list[dict], candidates: list[str]):
-    """The entries of a model: one before the first hint and after each hint of all games, from `measure_game`.
+def measure(flags: Flags, path: str, game: Game, templates: Templates, games: tuple[list[dict], list[str], int]):
+    """The entries of a model: one before the first hint and after each hint of all `games`, from `measure_game`.
 
     The model computes by transformers: engines of play, vLLM among them, return replies that they draw, and no
     probabilities of given sentences.
     """
     from tools.engine.local import load_local_model  # these bring torch
-    from tools.measure.belief import fewest_candidates, measure_game
+    from tools.measure.belief import measure_game
 
     gc.collect()  # frees the model before
     engine_flags = EngineFlags(
@@ -97,8 +98,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, episodes:
         max_new_tokens=1,
     )
     local = load_local_model(model_folder(path), engine_flags)
-    # The same for all messages: values of log_share among different numbers of candidates do not compare.
-    among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
+    episodes, candidates, among = games
     messages = []
     for number, episode in enumerate(tqdm(episodes, desc=path, unit="game", mininterval=5)):
         numbers = measure_game(local, game, episode, candidates=candidates, templates=templates, number=among)
@@ -147,9 +147,7 @@ def table_text(rows: Sequence[Mapping]) -> str:
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game, folder = flags.load_game(), Path(flags.output_dir)
-    if game.answer(game.example_task) is None:
-        raise UserError(f"--game {flags.game}: {game.title} has no message that names a secret")
-    templates, (episodes, candidates) = flags.load_templates(game), read_games(flags, game)
+    templates, games = flags.load_templates(game), read_games(flags, game)
     settings = flags.settings(game)
     record, results = folder / "belief_settings.json", [MESSAGES, MEANS, TABLE]
     with stage(record, settings, results=results, defaults=defaults(Flags), ranks=False) as work:
@@ -157,7 +155,7 @@ def main() -> None:
             lines = []
             rows = []
             for name, path in flags.models:
-                messages = measure(flags, path, game, templates, episodes, candidates)
+                messages = measure(flags, path, game, templates, games)
                 lines += [finite_json({"model": name, **message}) for message in messages]
                 rows += mean_rows(name, messages)
             write_json(folder / MEANS, {"table": rows})
