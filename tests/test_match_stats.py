@@ -9,7 +9,6 @@ from tools.games import load_game
 from tools.games.taboo import ATTACKER, ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER, DEFENDER_WINS, TIED
 from tools.measure.estimates import (
     clustered_standard_error,
-    equivalence,
     estimate,
     holm,
     student,
@@ -59,13 +58,13 @@ def test_intervals_and_p_values_of_independent_values_are_students_and_holm_adju
 
 def test_two_arms_are_equal_where_the_larger_p_of_two_one_sided_tests_says_so():
     # Mean 0.01, standard error 0.01 / sqrt(3). To the nearer margin t(2) = sqrt(3), p = 1/2 - sqrt(3) / (2 sqrt(5)).
-    mean, interval, p = equivalence([0.0, 0.01, 0.02], 0.02)
+    mean, interval, p = student([0.0, 0.01, 0.02], 0.02)
     assert (mean, p) == (pytest.approx(0.01), pytest.approx(0.5 - math.sqrt(3 / 5) / 2))
     half = 2.91999 * 0.01 / math.sqrt(3)  # the 95% quantile of t(2)
     assert interval == pytest.approx([0.01 - half, 0.01 + half], abs=1e-6)
-    assert equivalence([0.0, -0.01, -0.02], 0.02)[2] == pytest.approx(p)
-    assert equivalence([0.0, 0.01, 0.02], 0.01 + half)[2] == pytest.approx(0.05, abs=1e-6)
-    assert math.isnan(equivalence([0.01], 0.02)[2])
+    assert student([0.0, -0.01, -0.02], 0.02)[2] == pytest.approx(p)
+    assert student([0.0, 0.01, 0.02], 0.01 + half)[2] == pytest.approx(0.05, abs=1e-6)
+    assert math.isnan(student([0.01], 0.02)[2])
 
 
 def game(attacker, defender, outcome, word="a", *, words="played", seed=0, texts=("x", "y"), length=2):

@@ -18,12 +18,10 @@ from tools.common.programs import run_program
 from tools.lab import table
 from tools.lab.study import Study, read_study
 from tools.measure.estimates import CONFIDENCE, student
+from tools.measure.report_page import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Okabe and Ito's colours, which colour-blind people tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 
 
 def draw(frame: pd.DataFrame, measures: Sequence[str], arms: Sequence[str]) -> "Figure":

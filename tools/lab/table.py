@@ -21,16 +21,7 @@ import pandas as pd
 
 from tools.common.files import ROOT, read_json, write_json
 from tools.loop.settings import read_record
-from tools.measure.estimates import (
-    CONFIDENCE,
-    EQUIVALENCE,
-    UNKNOWN,
-    equivalence,
-    holm,
-    markdown,
-    student,
-    with_interval,
-)
+from tools.measure.estimates import CONFIDENCE, EQUIVALENCE, UNKNOWN, holm, markdown, student, with_interval
 from tools.measure.matches import BOTH, MEASURES
 
 BASE = "base"
@@ -187,7 +178,10 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted:
     yield ["measure", "arm", "minus", "epoch", "difference", "equal", p_title, "of each seed"]
     all_gaps = [paired(frame, *comparison[:3]) for comparison in comparisons]
     margins = [float(comparison[3]) if comparison[3:] else None for comparison in comparisons]
-    p_values = list(map(p_value, all_gaps, margins))
+    p_values = [
+        math.nan if gaps.empty else student(gaps.tolist(), margin)[-1]
+        for gaps, margin in zip(all_gaps, margins, strict=True)
+    ]
     if adjusted:
         p_values = holm(p_values)
     for comparison, gaps, margin, p in zip(comparisons, all_gaps, margins, p_values, strict=True):
@@ -202,16 +196,8 @@ def difference_lines(frame: pd.DataFrame, comparisons: Comparisons, *, adjusted:
         yield [*names, gaps.name, with_interval(mean, interval, form), equal, p_text(p), of_each_seed]
 
 
-def p_value(gaps: pd.Series, margin: float | None) -> float:
-    """Of a difference that is 0, or, with a margin, of one that is not smaller than it; nan without seeds."""
-    if gaps.empty:
-        return math.nan
-    values = gaps.tolist()
-    return student(values)[-1] if margin is None else equivalence(values, margin)[-1]
-
-
 def equality_text(gaps: pd.Series, margin: float) -> str:
-    _, interval, _ = equivalence(gaps.tolist(), margin)
+    _, interval, _ = student(gaps.tolist(), margin)
     if interval is None:
         return f"margin {margin}"
     low, high = interval

@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 CONFIDENCE = 0.95  # level of all intervals; those that are stored keep their level
-EQUIVALENCE = (
-    2 * CONFIDENCE - 1
-)  # level of the interval that lies inside the margin where TOST rejects at 1 - CONFIDENCE
+# Level of the interval that lies inside the margin where TOST rejects at 1 - CONFIDENCE.
+EQUIVALENCE = 2 * CONFIDENCE - 1
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
 UNKNOWN = "-"  # a cell of tables
 
@@ -55,46 +54,30 @@ def wilson(rate: float, observations: float, quantile: float) -> list[float]:
     return [low, high]
 
 
-def student(values: Sequence[float]) -> tuple[float, list[float] | None, float]:
-    """The mean of independent values, Student's interval of level CONFIDENCE, and the p value of a mean of 0.
+def student(values: Sequence[float], margin: float | None = None) -> tuple[float, list[float] | None, float]:
+    """The mean of independent values, Student's interval, and a p value.
 
+    Without a margin: the interval of level CONFIDENCE, and the p value of a mean of 0. With a margin: the interval of
+    level EQUIVALENCE, and the p value of |mean| >= margin by two one-sided tests (Schuirmann, J. Pharmacokinet.
+    Biopharm. 15, 1987), the larger of theirs. It is below 1 - CONFIDENCE exactly where the interval lies between
+    -margin and margin.
     No interval (None) and no p value (nan) for a single value, which has no spread to estimate, or for values that are
     all equal, whose interval would be a point.
     """
     from scipy import stats  # takes a second
 
-    mean, error = mean_and_error(values)
-    if error is None:
-        return mean, None, math.nan
-    half = t_quantile(len(values) - 1) * error
-    p_value = 2 * stats.t.sf(abs(mean) / error, len(values) - 1)
-    return mean, [mean - half, mean + half], float(p_value)
-
-
-def equivalence(values: Sequence[float], margin: float) -> tuple[float, list[float] | None, float]:
-    """The mean of independent values, its interval of level EQUIVALENCE, and the p value of |mean| >= margin.
-
-    Two one-sided tests (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987): p is the larger of theirs. It is below
-    1 - CONFIDENCE exactly where the interval lies between -margin and margin. None and nan as in `student`.
-    """
-    from scipy import stats  # takes a second
-
-    mean, error = mean_and_error(values)
-    if error is None:
-        return mean, None, math.nan
-    half = t_quantile(len(values) - 1, EQUIVALENCE) * error
-    p_value = stats.t.sf((margin - abs(mean)) / error, len(values) - 1)
-    return mean, [mean - half, mean + half], float(p_value)
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of independent values and its standard error; None for a single value or values that are all equal."""
     number = len(values)
     mean = sum(values) / number
     if max(values) - min(values) < ROUNDING:
-        return mean, None
+        return mean, None, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (number - 1)
-    return mean, math.sqrt(variance / number)
+    error = math.sqrt(variance / number)
+    if margin is None:
+        level, p_value = CONFIDENCE, 2 * stats.t.sf(abs(mean) / error, number - 1)
+    else:
+        level, p_value = EQUIVALENCE, stats.t.sf((margin - abs(mean)) / error, number - 1)
+    half = t_quantile(number - 1, level) * error
+    return mean, [mean - half, mean + half], float(p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
