@@ -22,16 +22,7 @@ from typing import NamedTuple
 
 from tools.common.errors import require
 from tools.common.files import ROOT, read_json, write_json, write_text
-from tools.common.flags import (
-    NAMED_MODELS,
-    NamedPath,
-    compared_flags,
-    defaults,
-    file_name,
-    flag,
-    named_path,
-    parse_flags,
-)
+from tools.common.flags import NAMED_MODELS, NamedPath, compared_flags, defaults, flag, parse_flags
 from tools.common.models import model_folder, model_setting
 from tools.common.programs import run_program
 from tools.common.ranks import LAUNCHER_VARIABLES
@@ -87,16 +78,9 @@ def benchmark_of(text: str) -> Benchmark:
     return benchmark
 
 
-def named_model(text: str) -> NamedPath:
-    """The `type` of --models: NAME=MODEL. The results of a model are in a folder of its name."""
-    model = named_path(text)
-    file_name(model.name)
-    return model
-
-
 @dataclass(kw_only=True)
 class Flags(ModelFlags):
-    models: list[NamedPath] = flag("models to ask", compared=False, **NAMED_MODELS | {"type": named_model})
+    models: list[NamedPath] = flag("models to ask", compared=False, **NAMED_MODELS)
     tasks: list[Benchmark] = flag(
         "benchmarks of the table, or other tasks by the harness's names",
         default=list(BENCHMARKS),
@@ -236,7 +220,6 @@ def score_rows(scores: Mapping[str, Mapping[str, Score]], benchmarks: Sequence[s
 
 
 def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
-    """The table in Markdown, and what was asked."""
     columns = [benchmark["name"] for benchmark in settings["benchmarks"]] + [MEAN]
     cells = {(row["model"], row["benchmark"]): cell_text(row) for row in rows}
     lines = [["", *columns]]
