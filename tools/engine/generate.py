@@ -32,7 +32,6 @@ class BatchEngine(OwnEngine):
         self.waiting.append((request, prompt.text))
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Answer the next batch."""
         batch = [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
         encoded = [self.codec.encode(prompt) for _, prompt in batch]  # (token ids, whether the prompt was cut)
         rows = [torch.tensor(ids) for ids, _ in encoded]
@@ -49,7 +48,6 @@ class BatchEngine(OwnEngine):
         return [(request, reply) for (request, _), reply in zip(batch, replies, strict=True)]
 
     def _pad(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Pad rows with zeros on the left: (batch, longest)."""
         return pad_sequence(rows, batch_first=True, padding_side="left").to(self.model.device)
 
 

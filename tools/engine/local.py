@@ -113,8 +113,6 @@ class Codec:
 
 
 class LocalModel:
-    """A model on its device, and its codec."""
-
     def __init__(self, model, tokenizer, sampling: Sampling):
         vocab_size = len(model.get_input_embeddings().weight)
         self.model = model

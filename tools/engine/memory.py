@@ -23,7 +23,6 @@ def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
 
 
 def token_bytes(model) -> int:
-    """Bytes of one token's keys and values in all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

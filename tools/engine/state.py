@@ -45,7 +45,6 @@ def _generators() -> list[torch.Generator]:
 
 @contextmanager
 def _precision(precision: str) -> Iterator[None]:
-    """Within this block float32 products have this precision."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     callers = [backend.fp32_precision for backend in backends]
     try:

@@ -117,7 +117,6 @@ class VLLMEngine:
         return replies
 
     def end(self) -> None:
-        """Free the memory of the model and its cache."""
         self.llm.engine_core.shutdown()
         del self.llm
 

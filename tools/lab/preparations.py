@@ -28,7 +28,6 @@ ENGLISH = ROOT / "data" / "english"
 
 
 def tiny(folder: str, seed: int, settings: dict) -> None:
-    """Make the world: its base model, words, rows and games."""
     run_python("-m", "tools.lab.world.build", "--output_dir", folder, "--seed", seed)
 
 
@@ -80,7 +79,6 @@ def what_models_do(loop: str) -> None:
 
 
 def named(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The measures of a model by name, such as "match: points"."""
     of_games = {kind: behaviour.measures(counts[kind]) for kind in ("match", "self-play") if kind in counts}
     measures = of_games | {"rows": behaviour.row_measures(counts.get("rows", {}))}
     return {f"{kind}: {name}": value for kind, of_kind in measures.items() for name, value in of_kind.items()}
@@ -96,7 +94,6 @@ def match_of_imitation(folder: Path) -> None:
 
 
 def newest_model(loop: str) -> list[str]:
-    """The model of the last epoch that has one, as NAME=FOLDER; nothing without any."""
     epoch_folders = [model.parent for model in Path(loop).glob("epoch*[0-9]/model")]
     if not epoch_folders:
         return []
@@ -130,7 +127,6 @@ def qwen15(folder: str, seed: int, settings: dict) -> None:
 
 
 def draw(rows: str | Path, number: int, seed: int, output: Path) -> None:
-    """Make a file of so many rows of a file."""
     argv = ["--rows", rows, "--number", number, "--seed", seed, "--output", output]
     run_python("-m", "tools.controls", "draw", *argv)
 

@@ -59,8 +59,6 @@ class Flags(FlagGroup):
 
 @dataclass(kw_only=True)
 class Study:
-    """What a file of arms holds."""
-
     arms: dict[str, dict]  # settings by arm
     all: dict = field(default_factory=dict)  # settings of every arm
     files: list[str] = field(default_factory=list)  # files of settings, which come before [all]
@@ -109,7 +107,6 @@ def like_of(study: Study, arm: str) -> str | None:
 
 
 def loop_argv(study: Study, arm: str, seed: int, folder: Path, settings: Sequence[str]) -> list[str]:
-    """The command line of the loop of an arm; what comes later counts more."""
     own = {key: value for key, value in study.arms[arm].items() if key != "like"}
     names = {"{seed}": str(seed), "{folder}": str(folder)}
     argv = [str(ROOT / name) for name in study.files]
@@ -178,7 +175,6 @@ def loop_command(argv: Sequence[str]) -> list[str]:
 
 
 def function_command(function: str, **arguments) -> list[str]:
-    """A process of its own has an output of its own, which goes to a log."""
     return [sys.executable, "-m", "tools.lab.preparations", function, json.dumps(arguments)]
 
 

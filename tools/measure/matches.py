@@ -195,7 +195,6 @@ def shown_rows(results: dict) -> list[dict]:
 
 
 def cells(row: dict) -> list[str]:
-    """The cells of a row, in the order of HEAD."""
     numbers = [
         with_interval(row[measure.name], row.get(f"{measure.name}_interval"), measure.form).replace("%", "")
         for measure in SHOWN
@@ -204,7 +203,6 @@ def cells(row: dict) -> list[str]:
 
 
 def points_line(rows: Sequence[dict]) -> str:
-    """One line with the points of each pair of players, and the games behind them."""
     return "; ".join(
         f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
         f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "

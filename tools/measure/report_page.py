@@ -167,7 +167,6 @@ def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 
 def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
-    """How games ended, how long they were, and faulty replies, from summaries of play by name."""
     if not plays:
         return []
     axis = name_of(plays, otherwise="file")
@@ -189,7 +188,6 @@ def play_charts(plays: Mapping[str, Mapping]) -> list[Chart]:
 
 
 def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
-    """The means of log_share, rank_1 and belief by number of hints, with a line for each model."""
     if not rows:
         return []
     numbers = " or ".join(map(str, dict.fromkeys(row["candidates"] for row in rows)))

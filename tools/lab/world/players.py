@@ -112,7 +112,6 @@ def defend(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> st
 
 
 def speak(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
-    """The next message of the player whose turn it is."""
     if turn.role == ATTACKER:
         return attack(turn, lexicon, skill, rng)
     return defend(turn, lexicon, skill, rng)
