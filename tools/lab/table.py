@@ -47,7 +47,8 @@ def collect(folder: Path, arms: Iterable[str]) -> None:
         loop = folder / arm
         record = read_record(loop)
         numbers: dict[str, dict] = {"epochs": {}, "counts": {}}
-        for kind, of_models in (("epochs", loop_numbers(loop)), ("counts", loop_counts(loop))):
+        counts = {model: measured["counts"] for model, measured in own_measures(loop).items()}
+        for kind, of_models in (("epochs", loop_numbers(loop)), ("counts", counts)):
             for model, of_model in of_models.items():
                 if model in (BASE, IMITATION):
                     # Several arms may have measured it. The first one counts, even if a later arm has another one.
@@ -75,18 +76,11 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
     """The numbers of each model of a loop by name: base, imitation, epoch1, ..."""
     numbers: dict[str, Numbers] = defaultdict(dict)
     player = IMITATION
-    steps = 0  # of all trainings up to an epoch
-    rows = 0  # the same
     epoch_folders = loop.glob("epoch*[0-9]")
     for epoch_folder in sorted(epoch_folders, key=lambda path: int(path.name.removeprefix("epoch"))):
         for path in epoch_folder.glob("episodes/*_summary.json"):
             numbers[player] |= play_numbers(read_json(path))  # the model of the epoch before plays these games
         player = epoch_folder.name
-        training = epoch_folder / "model"
-        if (training / "trainer_state.json").is_file():
-            steps += read_json(training / "trainer_state.json")["global_step"]
-            rows += read_json(training / "settings.json")["rows"]
-            numbers[player] |= {"steps": steps, "rows": rows}
         match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
             numbers[player] |= match_numbers(read_json(match), player)
@@ -100,11 +94,6 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
     for model, measured in own_measures(loop).items():
         numbers[model] |= measured["measures"]
     return dict(numbers)
-
-
-def loop_counts(loop: Path) -> dict[str, Mapping]:
-    """The counts of each model behind the measures of a study's own function."""
-    return {model: measured["counts"] for model, measured in own_measures(loop).items()}
 
 
 def own_measures(loop: Path) -> dict[str, dict]:
@@ -152,7 +141,6 @@ def belief_numbers(row: Mapping) -> Numbers:
 
 
 def to_frame(seeds: Sequence[Mapping]) -> pd.DataFrame:
-    """All numbers of the files of seeds, one a line."""
     lines = [
         (measure, arm, int(epoch), seed["seed"], value)
         for seed in seeds
@@ -164,7 +152,6 @@ def to_frame(seeds: Sequence[Mapping]) -> pd.DataFrame:
 
 
 def mean_lines(frame: pd.DataFrame) -> Lines:
-    """A line for each measure of an arm after an epoch."""
     yield ["measure", "arm", "epoch", "seeds", "mean"]
     for measure, of_measure in frame.groupby("measure", sort=False):
         for (arm, epoch), lines in of_measure.groupby(["arm", "epoch"], sort=False):
@@ -226,7 +213,7 @@ def by_seed_and_epoch(lines: pd.DataFrame, arm: str) -> pd.DataFrame:
 
 
 def form_of(value: float) -> str:
-    """Three decimals for shares, points and nats, one for percentages, steps and rows."""
+    """Three decimals for shares, points and nats, one for percentages and rows."""
     return ".3f" if abs(value) < 10 else ".1f"
 
 
