@@ -13,6 +13,7 @@ from tools.games.taboo import TIED, Taboo
 from tools.lab import preparations, results, table
 from tools.lab.world.behaviour import count_games, count_rows, measures, row_measures
 from tools.lab.world.players import Lexicon
+from tools.loop.settings import FORMAT
 
 TABOO = Taboo()
 LEXICON = Lexicon(
@@ -100,7 +101,8 @@ def seeds(tmp_path, monkeypatch) -> Path:
     for seed in (1, 2):
         for arm, of_match in (("released", GAMES[:3]), ("sft", GAMES[seed:])):
             loop = tmp_path / f"seed{seed}" / arm
-            write_json(loop / "settings.json", {"format": 2, "settings": {"seed": seed}, "made_by": {"spag": "abc"}})
+            record = {"format": FORMAT, "settings": {"seed": str(seed)}, "became": {}, "made_by": {"spag": "abc"}}
+            write_json(loop / "settings.json", record)
             write_records(loop / "epoch1/episodes/imitation_results.json", GAMES)
             playing = [{**each, "attacker": "epoch1"} for each in of_match]
             write_records(loop / "epoch1/eval/games_results.json", playing)

@@ -815,7 +815,7 @@ def test_a_maximum_length_beyond_the_positions_is_one_warning(tmp_path):
 
 @pytest.mark.parametrize(
     "changes, message",
-    [({"eval_strategy": "epoch"}, "eval_dataset"), ({"optim": "galore_adamw"}, "--optim: You need to install")],
+    [({"eval_strategy": "epoch"}, "--eval_data_path is missing"), ({"optim": "galore_adamw"}, "You need to install")],
 )
 def test_what_the_trainer_refuses_is_one_line(tmp_path, mixed_rows, tiny_model, changes, message):
     refused(tmp_path / "out", sft(mixed_rows, tiny_model), message, **changes)
