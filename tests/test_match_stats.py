@@ -80,9 +80,8 @@ def rows_of(games, of=TABOO):
 
 
 def counts(row):
-    """Games, wins, losses, ties; breaches, lost ones."""
-    counted = [row[name] for name in ("games", "wins", "losses", "ties")]
-    return counted + [round(row[name] * row["games"]) for name in ("breach", "own breach")]
+    """Games, wins, losses, ties; breaches."""
+    return [row[name] for name in ("games", "wins", "losses", "ties")] + [round(row["breach"] * row["games"])]
 
 
 NEW_AGAINST_OLD = [
@@ -98,16 +97,16 @@ NEW_AGAINST_OLD = [
 
 def test_a_row_counts_its_players_games_in_its_role():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", ATTACKER, None]
-    assert counts(row) == [4, 2, 1, 1, 1, 1]
+    assert counts(row) == [4, 2, 1, 1, 1]
     assert row["empty"] == 1 / 6  # of six messages; the other's empty reply counts for the other
     assert row["points"] == 2.5 / 4
-    assert [row[name] for name in ("win", "loss", "tie", "breach", "own breach")] == [0.5, 0.25, 0.25, 0.25, 0.25]
+    assert [row[name] for name in ("win", "loss", "tie", "breach")] == [0.5, 0.25, 0.25, 0.25]
     assert row["length"] == (4 + 4 + 1 + 2) / 4
 
 
 def test_a_breach_of_the_attacker_is_the_defenders_win():
     row = rows_of(NEW_AGAINST_OLD)["new", "old", "played", DEFENDER, None]
-    assert counts(row) == [3, 2, 1, 0, 1, 0]
+    assert counts(row) == [3, 2, 1, 0, 1]
 
 
 def test_both_roles_are_the_sum_of_the_two_and_the_opponents_row_is_the_mirror_image():
@@ -166,5 +165,5 @@ def test_points_and_roles_are_those_of_the_game():
     assert {key[3] for key in rows} == {"guesser", "answerer", BOTH}
     for player, opponent, role in (("new", "old", "guesser"), ("old", "new", "answerer")):
         row = rows[player, opponent, "played", role, None]
-        assert counts(row) == [4, 0, 0, 4, 1, 0] and row["points"] == 0.5
+        assert counts(row) == [4, 0, 0, 4, 1] and row["points"] == 0.5
         assert row["points_interval"] == estimate([3, 1], [2, 0])[1]

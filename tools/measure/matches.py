@@ -54,7 +54,6 @@ class Measure(NamedTuple):
     per: str = "games"  # the mean is over these, or over "messages"
     interval: bool = True  # which only means of values between 0 and 1 have
     form: str = ".1%"
-    shown: bool = True  # as a column
 
 
 MEASURES = (
@@ -63,12 +62,10 @@ MEASURES = (
     Measure(TIE, lambda side: side.result == TIE),
     Measure(LOSS, lambda side: side.result == LOSS),
     Measure("breach", lambda side: side.breach),
-    Measure("own breach", lambda side: side.breach and side.result == LOSS, shown=False),
     Measure("length", lambda side: side.length, interval=False, form=".2f"),
     Measure("empty", lambda side: side.empty, per="messages", interval=False),
 )
-SHOWN = [measure for measure in MEASURES if measure.shown]
-HEAD = (*NAMES, "games", *(measure.name for measure in SHOWN))
+HEAD = (*NAMES, "games", *(measure.name for measure in MEASURES))
 
 
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
@@ -197,7 +194,7 @@ def shown_rows(results: dict) -> list[dict]:
 def cells(row: dict) -> list[str]:
     numbers = [
         with_interval(row[measure.name], row.get(f"{measure.name}_interval"), measure.form).replace("%", "")
-        for measure in SHOWN
+        for measure in MEASURES
     ]
     return [*(row[name] for name in NAMES), f"{row['games']:,}", *numbers]
 
