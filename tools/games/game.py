@@ -218,22 +218,15 @@ def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
 def load_member(path: str) -> Any:
     """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path.
 
-    A file can import the modules beside it. UserError if there is no such member. An error of the module itself, while
-    it is imported, is raised as it is.
+    A file can import the modules beside it.
     """
     module_name, _, name = path.rpartition(":")
     if module_name.endswith(".py"):
         module = _run_file(module_name)
     else:
         _import_from("")
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not f"{module_name}.".startswith(f"{error.name}."):  # of an import inside it
-                raise
-            raise UserError(f"{path}: {error}") from None
-    with user_errors(path, AttributeError):
-        return getattr(module, name)
+        module = importlib.import_module(module_name)
+    return getattr(module, name)
 
 
 def _run_file(path: str) -> ModuleType:

@@ -74,15 +74,12 @@ def judge_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: i
 
 
 def game_result(game: Game, episode: Mapping) -> Result:
-    """Judge a valid episode. ValueError for rewards that a game may not pay.
+    """Judge a valid episode.
 
     A stored outcome does not count: games of other people have none, and play may have had other --game_options.
     """
     outcome, length = game.verdict(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
-    for role, reward in rewards.items():
-        if role not in game.roles or not 0 <= reward < math.inf:
-            raise ValueError(f"{game.title} pays {reward!r} to {role!r}; rewards are finite, at least 0, to its roles")
     return Result(outcome, length, {role: reward for role, reward in rewards.items() if reward})
 
 
