@@ -163,11 +163,10 @@ def reply_without(special: frozenset[str], stored: dict) -> dict:
 
     The tags of the thought stay: in some tokenizers they are special tokens.
     """
-    match stored:
-        case {"thought": str(thought), "text": str(text)}:
-            special_but_tags = special - prompts.ALL_THOUGHT_TAGS
-            return {**stored, "thought": without(special_but_tags, thought), "text": without(special, text)}
-    return stored
+    if "thought" not in stored:
+        return stored
+    thought = without(special - prompts.ALL_THOUGHT_TAGS, stored["thought"])
+    return {**stored, "thought": thought, "text": without(special, stored["text"])}
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
