@@ -226,11 +226,9 @@ def rows(
 ) -> list[Row]:
     """Training rows: query, target, reward, role and weight of each message that gets a reward.
 
-    `prompt` is "play", the prompt under which the message was sampled, or "random" for the paper's prompts, drawn
-    by `seed`. The loop takes "random" unless it is told otherwise. Here "play" is the default: your own training may
-    use log-probabilities of play, which belong to this prompt. `flags` are those of assign_rewards: decay_weight,
-    losers, ties, messages. Rows in a chat template are made by that program alone. Weights count all episodes of the
-    call. A row does not name its episode.
+    `prompt` is "play", the prompt under which the message was sampled, so that log-probabilities of play belong to it,
+    or "random" for the paper's prompts, drawn by `seed`. `flags` are those of assign_rewards: decay_weight, losers,
+    ties, messages. Rows in a chat template are made by that program alone. Weights count all episodes of the call.
     """
     options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
