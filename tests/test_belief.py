@@ -84,7 +84,7 @@ def local(request, tmp_path) -> LocalModel:
 
 
 def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local, monkeypatch):
-    monkeypatch.setattr(belief, "SENTENCES_AT_ONCE", 4)  # two batches a prompt
+    monkeypatch.setattr(belief, "SENTENCES_IN_A_TREE", 4)  # two trees a prompt
     codec = local.codec
     guesses = [guess(word) for word in WORDS]
     messages = 0
@@ -110,7 +110,7 @@ def test_log_shares_and_ranks_are_those_of_a_row_for_each_prompt_and_guess(local
 class Table:
     """A model whose next token follows from the last one: log-probabilities by hand."""
 
-    device = torch.device("cpu")
+    device, dtype, _supports_attention_backend = torch.device("cpu"), torch.float32, False
 
     def __init__(self, logprobs):
         self.logprobs = torch.tensor(logprobs)  # (last token, next token)
@@ -197,15 +197,32 @@ def test_sentences_behind_a_prompt_have_the_logprobs_of_rows_of_their_own_in_mod
     assert belief.sentence_logprobs(model, prompt, sentences) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("length", [3, 4, 6])
-def test_a_sentence_that_leaves_the_window_of_a_model_does_not_see_the_whole_prompt(length):
+@pytest.mark.parametrize("length, by_tree", [(3, True), (4, False), (6, False)])
+def test_a_sentence_that_leaves_the_window_of_a_model_does_not_see_the_whole_prompt(length, by_tree, monkeypatch):
     """The window is 8 tokens, of which the sentences take 6 but for the last token, which predicts nothing."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**SMALL | MODELS["gemma3_text"])).eval()
     draw = random.Random(0)
     prompt, *sentences = [[draw.randrange(5, 97) for _ in range(tokens)] for tokens in (length, 6, 6, 6)]
+    trees = []
+    monkeypatch.setattr(belief, "tree_mask", lambda *how, mask=belief.tree_mask: trees.append(how) or mask(*how))
     logprobs = belief.sentence_logprobs(model, prompt, sentences)
     assert logprobs == pytest.approx(plain_logprobs(model, prompt, sentences), abs=1e-4)
+    assert bool(trees) == by_tree
+
+
+def test_the_mask_of_a_tree_shows_a_node_its_prefixes_and_the_prompt():
+    node_of = belief.prefix_nodes([(7, 8, 9), (7, 8, 5, 6), (4,), (3, 7)])
+    assert list(node_of) == [(), (7,), (7, 8), (7, 8, 5), (3,)]
+    mask = belief.tree_mask(node_of, 2, torch.float32)
+    assert (mask == 0).int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0],  # two tokens of the prompt, then the nodes
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 0, 1],
+    ]
+    assert mask.min() == torch.finfo(torch.float32).min
 
 
 def test_prompts_are_the_guessers_own_and_a_breach_is_no_hint():

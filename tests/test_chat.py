@@ -230,12 +230,13 @@ def prompt_warnings(place: Path, **flags) -> list[str]:
 
 
 def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says_in_what(tmp_path):
-    model = tmp_path / "chatml"
-    chat_tokenizer("chatml").save_pretrained(model)
-    write_json(model / "config.json", {})
+    models = {name: tmp_path / name for name in ("chatml", "turns")}
+    for family, model in models.items():
+        chat_tokenizer(family).save_pretrained(model)
+        write_json(model / "config.json", {})
     write_records(tmp_path / "games_results.json", [{"history": HISTORY, "target_word": "art", "max_turns": 2}])
-    players = {f"{role}_model_name_or_path": {"path": str(model)} for role in GAME.roles}
-    as_played = {"prompt_templates": PROMPTS, "chat_template": True, "tokenizer": model}
+    players = {f"{role}_model_name_or_path": {"path": str(models["chatml"])} for role in GAME.roles}
+    as_played = {"prompt_templates": PROMPTS, "chat_template": True, "tokenizer": models["chatml"]}
 
     def warnings(**play) -> list[str]:
         settings = {"prompt_templates": files_setting(PROMPTS), "chat_template": True, "thinking": False}
@@ -244,14 +245,13 @@ def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says
 
     assert warnings() == []
     (line,) = warnings(prompt_templates=files_setting(GAME.prompt_file), thinking=True, chat_template=False)
-    assert all(name in line for name in ("prompt_templates: ", "thinking: True then", "chat_template: False then"))
+    assert all(name in line for name in ("--prompt_templates", "--thinking False", "--chat_template True"))
     assert "imitating other people's games" in line and "self-play" in line
     (line,) = warnings(game={"name": "taboo", "options": {"match": "word"}})
-    assert "game: " in line and "'match': 'word'" in line
+    assert "--game_options unset (played with match=word)" in line
     assert warnings(game={"name": "taboo", "options": {}}) == []
-    (line,) = warnings(chat_template=False)
-    api_chat = {"player epoch1": {"path": "openai:gpt", "api": "chat"}}  # as the record of a match has it
-    assert "chat_template: " in line and warnings(chat_template=False, **api_chat) == []
+    (line,) = warnings(**{"player epoch1": {"path": str(models["turns"])}})  # as the record of a match has it
+    assert f"--tokenizer {models['chatml']} (played with that of {models['turns']})" in line
     (tmp_path / "games_settings.json").unlink()
     assert prompt_warnings(tmp_path) == []
 

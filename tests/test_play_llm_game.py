@@ -14,6 +14,7 @@ from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
+from tools.common.errors import UserError
 from tools.common.files import read_json, read_json_or_jsonl
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
@@ -163,6 +164,14 @@ def test_the_games_of_a_run_whose_name_goes_on_are_not_taken(tmp_path):
     assert not [path for pattern in files.patterns for path in tmp_path.glob(pattern)]  # results of another run
     (tmp_path / "run_rank1000.jsonl").write_text(json.dumps(episode(0, "a")) + "\n")
     assert files.missing() == []
+
+
+def test_a_stored_game_of_another_word_is_an_error_that_names_both(tmp_path):
+    play_missing(tmp_path, ["a", "b"])
+    with pytest.raises(UserError, match="game 1 is about 'b', but the word list has 'c' there"):
+        play_missing(tmp_path, ["a", "c"])
+    with pytest.raises(UserError, match="game 1 is about 'b', but the word list has None there"):
+        play_missing(tmp_path, ["a"])
 
 
 def test_half_a_line_and_a_line_that_is_no_json_are_played_again(tmp_path, caplog):

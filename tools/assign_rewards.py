@@ -10,15 +10,16 @@ OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_json_or_jsonl, write_records
 from tools.common.flags import defaults, flag, parse_flags
 from tools.common.models import special_texts, without
 from tools.common.programs import run_program
-from tools.common.records import differences, files_setting, rows_setting, rows_stage
+from tools.common.records import files_setting, rows_setting, rows_stage
 from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates, check_special_texts
@@ -58,25 +59,68 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
 
 def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
     """Warn of files of games that were played by other rules or prompts than those of the rows."""
-    now = {name: settings[name] for name in ("game", "prompt_templates", "thinking")}
-    now["chat_template"] = flags.chat_template
     phrases = []
     for path in flags.input_data_path:
-        run = run_of(path)
-        record = run and run.with_name(f"{run.name}_settings.json")  # of play
-        if not (record and record.is_file()):
-            continue
-        play = read_json(record)["settings"]
-        then = {name: play.get(name, now[name]) for name in now}
-        players = [player for player in play.values() if isinstance(player, dict)]
-        then["chat_template"] |= any(player.get("api") == "chat" for player in players)
-        if different := differences(then, now):
-            phrases.append(f"{path}: {'; '.join(different)}")
+        if different := differences_from_play(flags, settings, play_settings(path)):
+            phrases.append(f"{path}: {', '.join(different)}")
     if phrases:
         logger.warning(
             "rows differ from the play of their games; this is right for imitating other people's games, wrong for "
             "self-play. %s",
             "; ".join(phrases),
+        )
+
+
+def play_settings(path: str) -> dict:
+    """The settings with which the games of a file were played; {} if play's record does not stand beside it."""
+    run = run_of(path)
+    record = run.with_name(f"{run.name}_settings.json") if run else None
+    stored = read_json(record) if record and record.is_file() else None
+    settings = stored.get("settings") if isinstance(stored, dict) else None
+    return settings if isinstance(settings, dict) else {}
+
+
+def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
+    """A phrase for each of game options, prompt file, chat template and thinking that differs from play."""
+    phrases = []
+    if "game" in play and play["game"]["options"] != settings["game"]["options"]:
+        now, then = (options_text(each["game"]["options"]) for each in (settings, play))
+        phrases.append(f"--game_options {now} (played with {then})")
+    then = play.get("prompt_templates")
+    now = settings["prompt_templates"]
+    if then and then["sha256"] != now["sha256"]:
+        phrases.append(f"--prompt_templates {now['path']} (played with {then['path']})")
+    if play and bool(play.get("thinking")) != flags.thinking:
+        phrases.append(f"--thinking {flags.thinking} (played with {not flags.thinking})")
+    players = [play[name] for name in play if name.startswith("player ") or name.endswith("_model_name_or_path")]
+    players = [player for player in players if isinstance(player, dict)]
+    had_template = play.get("chat_template") or any(player.get("api") == "chat" for player in players)
+    if play and bool(had_template) != flags.chat_template:
+        phrases.append(f"--chat_template {flags.chat_template} (played with {bool(had_template)})")
+    elif flags.chat_template and play.get("chat_template"):
+        # A model of the hub, which has a commit, is in its cache since play.
+        models = {player["path"] for player in players if "commit" in player or Path(player["path"]).is_dir()}
+        for model in sorted(models - {flags.tokenizer}):
+            if flags.template_of(model, bool(play.get("thinking"))).sha256 != settings["chat_template"]:
+                phrases.append(f"the chat template of --tokenizer {flags.tokenizer} (played with that of {model})")
+    return phrases
+
+
+def options_text(options: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items()) or "unset"
+
+
+def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[rewards.Result]) -> None:
+    """One warning counts the games whose stored outcome is not the verdict, which alone counts in the rows."""
+    pairs = ((episode.get("outcome"), result.outcome) for episode, result in zip(episodes, results, strict=True))
+    changed = Counter((stored, judged) for stored, judged in pairs if stored not in (None, judged))
+    if changed:
+        logger.warning(
+            "%s of %s games are judged otherwise here than their stored outcome says (%s); the rows follow the new "
+            "verdict. Were they played with other --game_options, or is the judge another one?",
+            f"{changed.total():,}",
+            f"{len(results):,}",
+            ", ".join(f"{stored} -> {judged}: {number:,}" for (stored, judged), number in changed.most_common()),
         )
 
 
@@ -103,6 +147,7 @@ def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewa
             seen.add(key)
             episodes.append(episode)
             results.append(result)
+    warn_of_other_outcomes(episodes, results)
     return episodes, results
 
 

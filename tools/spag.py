@@ -29,9 +29,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.common.errors import UserError
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict, load_game
 from tools.games.prompts import ASSISTANT, USER, Templates, chat_messages, play_prompt
 from tools.players.flags import PlayFlags
+from tools.players.human import HUMAN
 from tools.players.make import make_players
 from tools.players.player import Choose, Turn
 from tools.selfplay.play import as_message, play_games
@@ -63,10 +65,12 @@ def step(
 
     `special` are the texts of special tokens (`tokenizer.all_special_tokens`) of the models that play. The message
     loses them before it is judged, so that no player can end its turn in the other's chat and go on in another name.
-    ValueError for a game that is over.
+    ValueError for a message that is not a text, and for a game that is over.
     """
     game = load(game)
     max_turns = max_turns or game.max_turns
+    if not isinstance(message, str):
+        raise ValueError(f"a message must be a text, not {message!r:.60}")
     if game.is_over(history, task, max_turns):
         raise ValueError(f"the game about {task!r} is over after {len(history)} messages")
     history = [*history, as_message(game.next_role(task, history), message, frozenset(special))]
@@ -174,6 +178,8 @@ async def play_async(
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
     speakers = [str(player) if isinstance(player, Path) else player for player in (first, second)]
+    if HUMAN in speakers:
+        raise UserError(f"{HUMAN} plays with python -m tools.play_llm_game; here give a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     for player in players.values():
         player.special_texts |= frozenset(special)

@@ -13,12 +13,10 @@ is measured under the guesser's own prompt after hint k; k = 0 is the empty hist
 import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -34,7 +32,9 @@ if TYPE_CHECKING:
 
 # The model's argument in transformers 5.24, and in older versions.
 CACHE_NAMES = ("cache", "past_key_values")
-SENTENCES_AT_ONCE = 32  # each has a copy of the prompt's keys and values
+SENTENCES_IN_A_TREE = 256  # the mask grows with the square of their tokens
+
+Prefix = tuple[int, ...]  # token ids: the beginning of a sentence
 
 
 def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) -> list[str]:
@@ -130,53 +130,110 @@ def encode_sentences(
     return [pair.target for pair in encode_pairs(tokenizer, pairs)]
 
 
+# The sentences of a game follow the same prompt and begin alike ("I know the word! It is `"). A row for each prompt
+# and sentence would compute both again and again. Here the prompt is computed once, and so is each beginning that
+# several sentences share: these prefixes are the nodes of a tree, and the whole tree is one row behind the prompt.
+
+
 @torch.inference_mode()
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
     """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
 
-    The prompt and what all sentences begin with ("I know the word! It is `") are computed once. Models whose cache is
-    more than keys and values (Mamba and other recurrent ones) compute them again in each row.
+    Models whose cache is more than keys and values (Mamba and other recurrent ones), whose window is shorter than
+    prompt and sentence, or that take no mask of ours, compute each sentence by itself.
     """
-    head = commonprefix([list(sentence[:-1]) for sentence in sentences])
-    tails = [list(sentence[len(head) :]) for sentence in sentences]
-    *before, last = [*prompt, *head]  # the last token predicts the first one of a tail
-    ids = torch.tensor([before], device=model.device)
-    output = model(input_ids=ids, logits_to_keep=max(1, len(head)), use_cache=True)
-    head_logprob = _logprob(output.logits[0, -len(head) :], head) if head else 0.0
-    cache_name = next((name for name in CACHE_NAMES if _is_keys_and_values(getattr(output, name, None))), None)
+    *before, last = prompt  # the last token predicts the first one of a sentence, so it belongs to the tree
+    output = model(input_ids=torch.tensor([before], device=model.device), logits_to_keep=1, use_cache=True)
+    cache_name = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
+    takes_masks = model._supports_attention_backend
+    total = len(prompt) + max(map(len, sentences)) - 1  # the last token of a sentence predicts nothing
+    if not (takes_masks and cache_name and _holds_all_keys(output[cache_name], len(before), total)):
+        return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
     logprobs = []
-    for start in range(0, len(tails), SENTENCES_AT_ONCE):
-        some = tails[start : start + SENTENCES_AT_ONCE]
-        if cache_name:
-            cache = copy.deepcopy(output[cache_name])  # a pass adds its own keys and values to a cache
-            cache.batch_repeat_interleave(len(some))
-            logprobs += _row_logprobs(model, [last], some, {cache_name: cache})
-        else:
-            logprobs += _row_logprobs(model, [*before, last], some, {"use_cache": False})
-    return [head_logprob + logprob for logprob in logprobs]
+    for start in range(0, len(sentences), SENTENCES_IN_A_TREE):
+        cache = copy.deepcopy(output[cache_name])  # a pass adds its own keys and values to a cache
+        some = [tuple(sentence) for sentence in sentences[start : start + SENTENCES_IN_A_TREE]]
+        logprobs += _tree_logprobs(model, {cache_name: cache}, len(before), last, some)
+    return logprobs
 
 
-def _is_keys_and_values(cache) -> bool:
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    return type(cache) is DynamicCache and all(
-        type(layer) in kinds and layer.keys is not None for layer in cache.layers
-    )
+def _holds_all_keys(cache, tokens: int, total: int) -> bool:
+    """Whether a cache holds the keys and values of so many tokens, and no state of another kind.
+
+    A window must have room for `total` tokens: a node of the tree sees all that come before it.
+    """
+    if type(cache) is not DynamicCache:
+        return False
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return False
+        if layer.keys is None or layer.keys.shape[-2] != tokens:
+            return False
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < total:
+            return False
+    return True
 
 
-def _row_logprobs(model, before: list[int], tails: Sequence[list[int]], options: Mapping) -> list[float]:
-    """The log-probability of each tail in a row of its own, behind the same tokens `before`."""
-    # The last token of a tail predicts nothing. Padding behind a row changes no token before it.
-    rows = [torch.tensor([*before, *tail[:-1]]) for tail in tails]
-    input_ids = pad_sequence(rows, batch_first=True).to(model.device)
-    longest = max(map(len, tails))
-    logits = model(input_ids=input_ids, logits_to_keep=longest, **options).logits[:, -longest:]
-    return list(map(_logprob, logits, tails))
+def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
+    """The log-probability of one sentence behind a prompt, by a pass of its own."""
+    row = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device)
+    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]  # (tokens of the sentence, vocabulary)
+    logprobs = logits.float().log_softmax(-1)
+    return float(logprobs[range(len(sentence)), list(sentence)].sum())
 
 
-def _logprob(logits: torch.Tensor, ids: list[int]) -> float:
-    """The sum of the log-probabilities of tokens; `logits`: (as many tokens or more, vocabulary)."""
-    logprobs = logits[: len(ids)].float().log_softmax(-1)
-    return float(logprobs[range(len(ids)), ids].sum())
+def _tree_logprobs(model, cache: Mapping, cached: int, last: int, sentences: Sequence[Prefix]) -> list[float]:
+    """The log-probabilities of sentences behind a prompt, of which all tokens but the `last` one are in the cache.
+
+    `cache` is the model's argument by name, `cached` its number of tokens. All nodes of the tree are one row.
+    """
+    node_of = prefix_nodes(sentences)
+    prefixes = list(node_of)
+    # A node is computed from the last token of its prefix; that of the empty prefix is the last token of the prompt.
+    tokens = [prefix[-1] if prefix else last for prefix in prefixes]
+    positions = [cached + len(prefix) for prefix in prefixes]  # nodes of equally long prefixes have the same position
+    mask = tree_mask(node_of, cached, model.dtype)
+    logits = model(
+        input_ids=torch.tensor([tokens], device=model.device),
+        position_ids=torch.tensor([positions], device=model.device),
+        attention_mask=mask.to(model.device)[None, None],  # (batch, heads, nodes, cached tokens + nodes)
+        use_cache=True,
+        **cache,
+    ).logits[0]
+    logprobs = logits.float().log_softmax(-1)  # (nodes, vocabulary): of the token behind each prefix
+    sums = []
+    for sentence in sentences:
+        nodes = [node_of[sentence[:length]] for length in range(len(sentence))]
+        token_logprobs = logprobs[nodes, list(sentence)]
+        sums.append(token_logprobs.sum())
+    return torch.stack(sums).tolist()
+
+
+def prefix_nodes(sentences: Iterable[Prefix]) -> dict[Prefix, int]:
+    """Number the prefixes of sentences, each once: the empty one is 0, and a prefix comes after its shorter ones.
+
+    A whole sentence is no prefix of itself: what follows it is not asked for.
+    """
+    node_of: dict[Prefix, int] = {}
+    for sentence in sentences:
+        for length in range(len(sentence)):
+            node_of.setdefault(sentence[:length], len(node_of))
+    return node_of
+
+
+def tree_mask(node_of: Mapping[Prefix, int], cached: int, dtype: torch.dtype) -> torch.Tensor:
+    """The attention mask of a tree behind `cached` tokens: 0 if a node sees a position, else the smallest number.
+
+    A node sees all cached tokens, its ancestors in the tree and itself: (nodes, cached tokens + nodes).
+    """
+    ancestors = torch.eye(len(node_of), dtype=torch.bool)  # (nodes, nodes); each node counts as one of its own
+    for prefix, node in node_of.items():
+        if prefix:
+            parent = node_of[prefix[:-1]]
+            ancestors[node] |= ancestors[parent]  # the parent has the smaller number, so its row is complete
+    prompt = ancestors.new_ones(len(node_of), cached)
+    visible = torch.cat([prompt, ancestors], dim=1)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def measure_game(

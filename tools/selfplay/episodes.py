@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
+from tools.common.errors import UserError
 from tools.common.files import write_json, write_records
 from tools.common.ranks import barrier, on_rank_0, rank, world_size
 from tools.games.game import Game
@@ -69,6 +70,7 @@ class EpisodeFiles:
         """The finished games of all ranks by index, also of starts with other numbers of processes.
 
         Of two games with an index the first counts: a rank that outlived its launcher may have played one again.
+        UserError for a game of another word than the list has at its index.
         """
         episodes: dict[int, Episode] = {}
         for path in sorted(path for pattern in self.rank_patterns for path in self.folder.glob(pattern)):
@@ -80,8 +82,16 @@ class EpisodeFiles:
                 except ValueError:  # two processes have written to it at once
                     logger.warning("%s:%d: not JSON; its game is played again", path, number)
                     continue
+                self._check_word(episode, f"{path}:{number}")
                 episodes.setdefault(episode["index"], episode)
         return episodes
+
+    def _check_word(self, episode: Episode, where: str) -> None:
+        index = episode["index"]
+        word = self.words[index] if index < len(self.words) else None
+        if episode["target_word"] != word:
+            wrong = f"its game {index} is about {episode['target_word']!r}, but the word list has {word!r} there"
+            raise UserError(f"{where}: {wrong}; take the list that was played, or play into another folder")
 
     def missing(self) -> list[tuple[int, str]]:
         """This rank's part of the games that are not finished: (index, word) pairs.

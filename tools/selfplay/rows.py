@@ -67,12 +67,13 @@ class ChatFlags(FlagGroup):
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):
             raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
-        if not self.tokenizer:
-            return None
+        return self.template_of(self.tokenizer, self.thinking) if self.tokenizer else None
+
+    def template_of(self, model: str, thinking: bool) -> "ChatTemplate":
         from tools.games.chat import ChatTemplate  # imports transformers, which other rows do not need
 
-        tokenizer = load_tokenizer(self.tokenizer, trust_remote_code=self.trust_remote_code)
-        return ChatTemplate(tokenizer, self.tokenizer, self.thinking)
+        tokenizer = load_tokenizer(model, trust_remote_code=self.trust_remote_code)
+        return ChatTemplate(tokenizer, model, thinking)
 
 
 # Rows of games.
