@@ -4,8 +4,7 @@
         --max_steps 100 --per_device_train_batch_size 8 --num_generations 8 --max_completion_length 64
 
 MODEL needs a chat template. Flags are those of Settings, GRPOConfig and ModelConfig (`--use_peft True` for LoRA); on a
-CPU add `--bf16 False`. A game is one sequence, in which only the model's own tokens are trained. Each message has at
-most `--max_completion_length` tokens. transformers generates them; `--use_vllm` has no effect.
+CPU add `--bf16 False`. `--max_completion_length` is of a message, and `--use_vllm` has no effect.
 """
 
 import random
@@ -59,17 +58,18 @@ def rollout(words: list[str], trainer: GRPOTrainer, settings: Settings) -> dict:
     players.insert(side, spag.batched(messages))
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         games = spag.play(words, *players, max_turns=settings.turns, special=tokenizer.all_special_tokens)
-    nothing = [tokenizer.eos_token_id]  # of a game that the opponent has ended before the model's first turn
+    points = {each["index"]: GAME.points(each["target_word"], each["history"], each["outcome"]) for each in games}
+    ended = [tokenizer.eos_token_id]  # by the opponent, before the model's first turn
     return {
-        "prompt_ids": [each.prompt_ids or nothing for each in transcripts],
-        "completion_ids": [each.completion_ids or nothing for each in transcripts],
+        "prompt_ids": [each.prompt_ids or ended for each in transcripts],
+        "completion_ids": [each.completion_ids or ended for each in transcripts],
         "env_mask": [each.mask or [0] for each in transcripts],  # 1: the model's own tokens
         "logprobs": None,
-        "points": [GAME.points(game["target_word"], game["history"], game["outcome"])[side] for game in games],
+        "points": [points.get(index, (None, None))[side] for index in range(len(words))],
     }
 
 
-def reward(points, **_):
+def reward(points, **_):  # None where a server has lost the game
     return points
 
 
