@@ -6,10 +6,9 @@ all stages of the loop share it.
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -99,7 +98,7 @@ class FlagGroup:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, which keeps the lines of its description. A boolean flag needs no value.
+    """A parser without abbreviations, which keeps the lines of its description.
 
     With abbreviations --seed would set --seeds in tools/evaluate_games.py. A wrong flag is a UserError.
     """
@@ -108,16 +107,15 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(**{"allow_abbrev": False, "formatter_class": form} | settings)
 
-    def parse_known_args(self, args=None, namespace=None):
-        booleans = [name for action in self._actions if action.type is parse_bool for name in action.option_strings]
-        return super().parse_known_args(with_values(sys.argv[1:] if args is None else args, booleans), namespace)
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the `flag` fields of a dataclass to a parser, required ones first. A list takes several values."""
+    """Add the `flag` fields of a dataclass to a parser, required ones first. A list takes several values.
+
+    A boolean flag may stand alone, for True.
+    """
     hints = get_type_hints(kind)
     for field in sorted(flag_fields(kind), key=lambda field: not _is_required(field)):
         hint = hints[field.name]
@@ -129,7 +127,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             text = " ".join(map(str, default)) if isinstance(default, list) else default
             line += f" (default: {text})"
         names = [f"--{name}" for name in (field.name, *field.metadata["names"])]
-        settings: dict[str, Any] = {"type": parse_bool if plain is bool else plain, "nargs": "+" if several else None}
+        settings: dict[str, Any] = {"type": plain, "nargs": "+" if several else None}
+        if plain is bool:
+            settings = {"type": parse_bool, "nargs": "?", "const": True}
         settings |= {"required": _is_required(field), "default": default, "help": line.replace("%", "%%")}
         parser.add_argument(*names, dest=field.name, **settings | field.metadata["settings"])
 
@@ -204,20 +204,6 @@ def named_path(text: str) -> NamedPath:
 
 
 NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name}  # settings of a `flag`
-
-
-def with_values(argv: Iterable[str], booleans: Collection[str]) -> list[str]:
-    """A command line in which each of these flags that stands without True or False has the value True.
-
-    So `--x` means `--x True`, and `--x FOLDER` leaves the folder to the program.
-    """
-    argv = list(argv)
-    filled = []
-    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        filled.append(argument)
-        if argument in booleans and following.lower() not in BOOLEANS:
-            filled.append("True")
-    return filled
 
 
 def parse_bool(text: str) -> bool:
