@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from argparse import SUPPRESS, Action, HelpFormatter, Namespace
-from dataclasses import MISSING, Field, dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -64,15 +64,14 @@ ALL_STEPS = 1 - 1e-9  # as --warmup_steps, where 1 would be one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
-def _as_field(name: str, method_flag: Field) -> tuple:
-    """A method's flag as a field of a dataclass. None means: the method's default."""
-    return name, type(method_flag.default) | None, field(default=None, metadata=method_flag.metadata)
-
-
 _FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
 MethodArguments = make_dataclass(
     "MethodArguments",
-    [_as_field(name, method_flag) for name, method_flag in _FLAGS_OF_METHODS.items()],
+    # None means: the method's default.
+    [
+        (name, type(each.default) | None, field(default=None, metadata=each.metadata))
+        for name, each in _FLAGS_OF_METHODS.items()
+    ],
     bases=(TrainingArguments,),
     kw_only=True,
 )
@@ -176,7 +175,6 @@ class SPAGArguments(MethodArguments):
 
     @property
     def precision(self) -> str:
-        """In which the forward pass computes."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     def _try_optimizer(self) -> torch.optim.Optimizer:
@@ -255,7 +253,6 @@ DEFAULT_OPTIMIZER = SPAGArguments.__dataclass_fields__["optim"].default
 
 
 def compares(name: str, args: SPAGArguments | Namespace) -> bool:
-    """Whether a record of these flags compares this one."""
     field = SPAGArguments.__dataclass_fields__[name]
     return is_compared(field, args) if "compared" in field.metadata else name in COMPARED
 
@@ -276,7 +273,6 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
 
 
 def set_method_defaults(args: SPAGArguments | Namespace) -> None:
-    """Give flags that are None the defaults of the method."""
     for name, default in method_arguments(args).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -288,7 +284,6 @@ def method_arguments(args: SPAGArguments | Namespace) -> dict:
 
 
 def _check_method(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for flags that the method does not use, and for a reference that is missing or not used."""
     others = {"label_smoothing_factor", *LORA_ARGUMENTS}.union(*METHOD_ARGUMENTS.values())
     for name in sorted(others - method_arguments(args).keys()):
         if getattr(args, name):
@@ -314,7 +309,6 @@ def _check_numbers(args: SPAGArguments | Namespace) -> None:
 
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for flags that files, processes or accelerate would overrule, and for missing packages."""
     if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
         remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
         raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
@@ -386,7 +380,6 @@ def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:
-    """Read the command line. UserError for flags that the method does not use; an unknown flag ends the program."""
     return SPAGArguments(**vars(build_parser().parse_args(argv)))
 
 

@@ -207,6 +207,7 @@ def encoded_batches(
         check(row)
         return row
 
+    limit = tokenizer.model_max_length
     count = Counter()
     for path in paths:
         rows = read_records(path, read)
@@ -216,7 +217,11 @@ def encoded_batches(
             encoded = encode(chunk, tokenizer, names)
             for name, row in zip(names, encoded, strict=True):
                 with user_errors(name, UserError):
-                    check_encoded(row, tokenizer, vocab_size)
+                    # A label at position 0 is predicted by nothing. The loss of a row without another would be 0/0.
+                    if (row["labels"][1:] == IGNORE_INDEX).all():
+                        remedy = "use --truncation_side left or a larger --max_length"
+                        raise UserError(f"{limit} tokens cut off the whole target; {remedy}")
+                    check_token(row["input_ids"].max(), tokenizer, vocab_size)
             batch = {name: [row[name] for row in encoded] for name in encoded[0] if name in COLUMNS}
             first = first_index + count["rows"]
             yield batch | {"index": list(range(first, first + len(chunk)))}
@@ -227,7 +232,6 @@ def encoded_batches(
                 apart=sum(row["is_apart"] for row in encoded),
             )
     files = ", ".join(paths)
-    limit = tokenizer.model_max_length
     logger.info("%s: %d rows, %d of them SFT", files, count["rows"], count["sft"])
     if count["cut"]:
         lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
@@ -238,15 +242,6 @@ def encoded_batches(
     if count["apart"]:
         line = "%s: in %d of %d rows a token would cross the border of query and target; they are encoded apart"
         warn_on_rank_0(line, files, count["apart"], count["rows"])
-
-
-def check_encoded(row: Mapping, tokenizer: PreTrainedTokenizerBase, vocab_size: float) -> None:
-    """Raise UserError for a row without a label, and for one with a token that the model lacks."""
-    # A label at position 0 is predicted by nothing. The loss of a row without any other label would be 0/0.
-    if (row["labels"][1:] == IGNORE_INDEX).all():
-        remedy = "use --truncation_side left or a larger --max_length"
-        raise UserError(f"{tokenizer.model_max_length} tokens cut off the whole target; {remedy}")
-    check_token(row["input_ids"].max(), tokenizer, vocab_size)
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:

@@ -57,7 +57,6 @@ def main() -> None:
 
 
 def train() -> None:
-    """Do what the command line says, unless an earlier start has finished it."""
     args = parse_arguments()
     trainer = None
     with stage(

@@ -35,7 +35,6 @@ def read_text(path: StrPath) -> str:
 
 
 def read_json(path: StrPath):
-    """The content of a JSON file. UserError if it is not JSON."""
     return _parse(read_text(path), path)
 
 
@@ -171,7 +170,6 @@ def write_text(path: StrPath, text: str) -> None:
 
 
 def write_json(path: StrPath, value) -> None:
-    """Write a value as JSON, as `finite_json` makes it."""
     write_text(path, json.dumps(finite_json(value), ensure_ascii=False, indent=2) + "\n")
 
 

@@ -69,7 +69,6 @@ def flag_fields(kind) -> list[dataclasses.Field]:
 
 
 def is_compared(field: dataclasses.Field, flags) -> bool:
-    """Whether a record of `flags` compares this one."""
     compared = field.metadata["compared"]
     return compared(flags) if callable(compared) else compared
 
@@ -207,7 +206,6 @@ NAMED_MODELS = {"type": named_path, "metavar": "NAME=MODEL", "unique": by_name} 
 
 
 def parse_bool(text: str) -> bool:
-    """The `type` of boolean flags."""
     if text.lower() not in BOOLEANS:
         raise ArgumentTypeError(f"expected True or False, got {text!r}")
     return text.lower() == "true"

@@ -154,7 +154,6 @@ def load_tokenizer(name: str, **options):
 
 
 def _splits_as(tokenizer, file: Path) -> bool:
-    """Whether a tokenizer has the normalizer and the pre_tokenizer of a tokenizer.json."""
     from tokenizers import Tokenizer
 
     ours = tokenizer.backend_tokenizer

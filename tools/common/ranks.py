@@ -94,7 +94,6 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    """Wait until all ranks have come here."""
     on_rank_0(lambda: None)  # rank 0 goes on when all have called it
     on_rank_0(lambda: None)  # and lets the others go on
 

@@ -165,7 +165,6 @@ def differences(old: Mapping, new: Mapping, defaults: Mapping = {}) -> list[str]
 
 
 def _content(setting):
-    """The digest of a file or a model, else the value itself."""
     return setting.get("sha256", setting) if isinstance(setting, dict) else setting
 
 
