@@ -352,6 +352,13 @@ def test_sft_rows_may_be_a_data_set_of_the_hub(start, monkeypatch, tmp_path):
     assert start(**{"rewards.sft_data_path": "owner/name"})["rewards.sft_data_path"] == "owner/name"
 
 
+def test_a_pad_token_that_is_a_word_of_the_game_is_refused_at_the_start(start, tiny_model, tmp_path):
+    model = copy_model(tiny_model, tmp_path / "model")
+    config = read_json(model / "tokenizer_config.json")
+    write_json(model / "tokenizer_config.json", config | {"pad_token": "!"})
+    assert "special token '!' is a word of the game" in start(status=2, model=model)
+
+
 def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
     write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
     assert "has none" in start(status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"})
@@ -367,6 +374,7 @@ def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_m
 def large_model(tmp_path) -> Path:
     """A folder of 6.7 billion parameters in bfloat16, all holes, and a copy that does not count."""
     write_json(tmp_path / "large/config.json", {"dtype": "bfloat16"})
+    build_tokenizer().save_pretrained(tmp_path / "large")
     for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
         with open(tmp_path / "large" / name, "wb") as file:
             file.truncate(6_700_000_000)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.common.errors import UserError, require
 from tools.common.files import ROOT, data_folder, read_json, read_records, read_words
 from tools.common.flags import parse_flags
-from tools.common.models import load_tokenizer, model_folder
+from tools.common.models import load_tokenizer, model_folder, special_texts
 from tools.common.ranks import check_gpus
 from tools.common.records import files_setting, rows_record
 from tools.common.rowformats import read_row
@@ -167,7 +167,10 @@ def check_layout(loop: Loop, game: Game) -> None:
     play = loop.of("play")
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
-    chat = template_digest(loop) if play.chat_template else None
+    runs_code = all(loop.of(stage).trust_remote_code for stage in ("play", "rewards"))
+    tokenizer = load_tokenizer(loop.model, trust_remote_code=runs_code)
+    prompts.check_special_texts(game, templates, special_texts(tokenizer))
+    chat = template_digest(tokenizer, loop.model, play.thinking) if play.chat_template else None
     if loop.imitation_model:  # which rows it has learned is not known here; its prompts are the user's affair
         return
     foreign = []  # of other people, or of tools/controls.py
@@ -205,13 +208,11 @@ def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file:
     raise UserError(f"{' '.join(paths)}: {rules}; for the authors' rows {remedy}")
 
 
-def template_digest(loop: Loop) -> str:
-    """The digest of the model's chat template, as records of rows have it. UserError if play or rows cannot use it."""
+def template_digest(tokenizer, model: str, thinking: bool) -> str:
+    """The digest of a chat template, as records of rows have it. UserError if play or rows cannot use it."""
     from tools.games.chat import ChatTemplate  # brings transformers
 
-    runs_code = all(loop.of(stage).trust_remote_code for stage in ("play", "rewards"))
-    tokenizer = load_tokenizer(loop.model, trust_remote_code=runs_code)
-    return ChatTemplate(tokenizer, loop.model, loop.of("play").thinking).sha256
+    return ChatTemplate(tokenizer, model, thinking).sha256
 
 
 def bare(value) -> str:
