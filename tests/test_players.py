@@ -12,7 +12,7 @@ from tools.games.taboo import Taboo
 from tools.lab.world.players import load_lexicon
 from tools.players.flags import PlayFlags
 from tools.players.human import HumanPlayer
-from tools.players.make import kind_of
+from tools.players.make import player_kind
 from tools.players.player import ModelPlayer, ScriptedPlayer, Turn, draw_seed
 from tools.players.server import ServerPlayer
 from tools.selfplay.play import play_game
@@ -31,10 +31,10 @@ def test_in_all_programs_a_boolean_flag_may_stand_alone():
 
 
 def test_a_name_is_a_model_unless_it_is_that_of_a_kind_or_begins_with_its_prefix():
-    assert kind_of("human") == (HumanPlayer, "") and kind_of("scripted:a.py:b") == (ScriptedPlayer, "a.py:b")
-    assert kind_of("openai:org/model:free") == (ServerPlayer, "org/model:free")
+    assert player_kind("human") == (HumanPlayer, "") and player_kind("scripted:a.py:b") == (ScriptedPlayer, "a.py:b")
+    assert player_kind("openai:org/model:free") == (ServerPlayer, "org/model:free")
     for name in ("human/model", "human:x", "scripted", "openai/gpt2", "models:7b"):
-        assert kind_of(name) == (ModelPlayer, name)
+        assert player_kind(name) == (ModelPlayer, name)
 
 
 def test_a_seed_belongs_to_a_game_and_a_message():

@@ -90,7 +90,7 @@ class Pool(Player):
 
     @classmethod
     def named(cls, name, game, flags, seed):
-        kinds = [make.kind_of(each) for each in name.split(",")]
+        kinds = [make.player_kind(each) for each in name.split(",")]
         return cls([kind.named(rest, game, flags, seed) for kind, rest in kinds])
 
     @classmethod

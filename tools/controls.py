@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from tools.common.errors import UserError
 from tools.common.files import read_json_or_jsonl, write_records
-from tools.common.flags import FlagGroup, compared_flags, defaults, flag, parse_command
+from tools.common.flags import FlagGroup, compared_values, defaults, flag, parse_command
 from tools.common.programs import run_program
 from tools.common.records import rows_setting, rows_stage
 from tools.selfplay.rows import ChatFlags, count_rows, counts_line, is_sft, read_sft_rows
@@ -138,7 +138,7 @@ CONTROLS: dict[str, type[Control]] = {"cloning": Cloning, "sft": Sft, "silent": 
 
 def main() -> None:
     control = parse_command(*CONTROLS.values(), Draw, description=__doc__)
-    settings = compared_flags(control)
+    settings = compared_values(control)
     if isinstance(control, Sft) and (chat := control.load_chat_template()):
         settings["chat_template"] = chat.sha256
     settings |= {name: rows_setting(settings[name]) for name in ("rows", "sft_data_path") if name in settings}

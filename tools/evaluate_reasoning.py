@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tools.common.errors import require
 from tools.common.files import ROOT, read_json, write_json, write_text
-from tools.common.flags import NAMED_MODELS, NamedPath, compared_flags, defaults, flag, parse_flags
+from tools.common.flags import NAMED_MODELS, NamedPath, compared_values, defaults, flag, parse_flags
 from tools.common.models import model_folder, model_setting
 from tools.common.programs import run_program
 from tools.common.ranks import LAUNCHER_VARIABLES
@@ -116,7 +116,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
     # On CPUs the harness's search for a size takes long.
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")
-    settings = compared_flags(flags) | {"batch_size": batch_size}
+    settings = compared_values(flags) | {"batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
     models = [(name, model_setting(model)) for name, model in flags.models]  # here it ends if one is missing

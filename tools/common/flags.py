@@ -73,7 +73,7 @@ def is_compared(field: dataclasses.Field, flags) -> bool:
     return compared(flags) if callable(compared) else compared
 
 
-def compared_flags(flags) -> dict[str, Any]:
+def compared_values(flags) -> dict[str, Any]:
     """The flags that a record compares, by name. Where one names a file or a model, the content must replace it."""
     return {field.name: getattr(flags, field.name) for field in flag_fields(flags) if is_compared(field, flags)}
 

@@ -189,8 +189,8 @@ def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[Enco
     for (query, target, chat), ids in zip(pairs, texts, strict=True):
         before = ids_of[query] if chat else []
         is_apart = ids[: len(before)] != before
-        target_ids = token_ids(tokenizer, [target])[0] if is_apart else ids[len(before) :]
-        encoded.append(EncodedPair(ids_of[query], target_ids, is_apart))
+        of_target = token_ids(tokenizer, [target])[0] if is_apart else ids[len(before) :]
+        encoded.append(EncodedPair(ids_of[query], of_target, is_apart))
     return encoded
 
 

@@ -34,9 +34,9 @@ from tools.players.player import LENGTH, STOP, ModelPlayer, Reply, Sampling, Tur
 # when a reply ends, generate when its batch ends.
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
-UNREADABLE = "\ufffd"
+REPLACEMENT = "\ufffd"
 # U+FFFD as a token of its own, in byte fallback, and in byte-level vocabularies.
-UNREADABLE_TOKENS = (UNREADABLE, "<0xEF><0xBF><0xBD>", "ï¿½")
+REPLACEMENT_TOKENS = (REPLACEMENT, "<0xEF><0xBF><0xBD>", "ï¿½")
 
 
 class Codec:
@@ -101,7 +101,7 @@ class Codec:
             kept = ids[: max(len(ids) - dropped, 0)]
             text = self._text(kept)
             last_tokens = filter(None, self.tokenizer.convert_ids_to_tokens(kept[-3:]))
-            if not text.endswith(UNREADABLE) or "".join(last_tokens).endswith(UNREADABLE_TOKENS):
+            if not text.endswith(REPLACEMENT) or "".join(last_tokens).endswith(REPLACEMENT_TOKENS):
                 return text
         return self._text(ids)
 
@@ -263,7 +263,7 @@ class LocalPlayer(ModelPlayer):
         self.seed = seed
         self.special_texts = special_texts(engine.codec.tokenizer)
         self.answers_at_once = engine.size
-        self.most_games = engine.size if engine.size_limits_games else math.inf
+        self.max_concurrent_games = engine.size if engine.size_limits_games else math.inf
 
     async def reply(self, turn: Turn) -> Reply:
         text = turn.prompt(self.engine.codec.chat)

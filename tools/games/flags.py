@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tools.common.flags import FlagGroup, compared_flags, flag
+from tools.common.flags import FlagGroup, compared_values, flag
 from tools.common.records import files_setting
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game, load_game, member_setting
@@ -33,7 +33,7 @@ class GameFlags(GameChoice):
 
     def settings(self, game: Game) -> dict:
         """The flags that a record compares, with the content of the prompt file and of a user's own game."""
-        settings = compared_flags(self)
+        settings = compared_values(self)
         settings["game"] = {"name": game.name, "options": self._options()}
         del settings["game_options"]
         settings["prompt_templates"] = files_setting(self.prompt_templates or game.prompt_file)

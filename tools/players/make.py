@@ -35,7 +35,7 @@ _loaded: dict[str, dict[Path, "StartEngine"]] = {}
 _in_memory = ExitStack()  # the blocks of Engine.loaded that these models are in
 
 
-def kind_of(name: str) -> tuple[type[Player], str]:
+def player_kind(name: str) -> tuple[type[Player], str]:
     """The kind of the player with this name on the command line, and the name without the prefix of the kind."""
     prefix, colon, rest = name.partition(":")
     kind = KINDS.get(prefix + colon)
@@ -48,7 +48,7 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
     On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. If vLLM does not
     start, the program ends, and no other engine takes over.
     """
-    if flags.engine != AUTO or not any(kind_of(name)[0] is ModelPlayer for name in names):
+    if flags.engine != AUTO or not any(player_kind(name)[0] is ModelPlayer for name in names):
         return flags
     import torch
 
@@ -62,7 +62,7 @@ def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
     """A player as a setting of a stage: all of it that games depend on."""
-    kind, rest = kind_of(name)
+    kind, rest = player_kind(name)
     return kind.setting(rest, flags)
 
 
@@ -98,7 +98,7 @@ def make_players(
     there, and draws a game anew that a server has refused. `note_engines` is given the names of engines once they have
     started.
     """
-    kinds = {name: kind_of(name) for name in names if isinstance(name, str)}
+    kinds = {name: player_kind(name) for name in names if isinstance(name, str)}
     folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
     # A person plays one game after the other.
     limit = 1 if any(kind.at_terminal for kind, _ in kinds.values()) else flags.concurrent_games
@@ -122,7 +122,7 @@ def default_games_at_once(players: Collection[Player], games_left: int) -> int:
     answered_at_once = sum(player.answers_at_once for player in players)
     if not answered_at_once:  # functions answer at once
         return games_left
-    return int(min(answered_at_once, *(player.most_games for player in players)))
+    return int(min(answered_at_once, *(player.max_concurrent_games for player in players)))
 
 
 def _local_players(

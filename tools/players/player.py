@@ -183,7 +183,7 @@ class Player:
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
     answers_at_once: int = 0  # the messages that it works on at the same time; 0: it answers at once
-    most_games: float = math.inf  # more games at once would slow it down
+    max_concurrent_games: float = math.inf  # more games at once would slow it down
     special_texts: frozenset[str] = frozenset()  # what the player's tokenizer reads as special tokens, as far as known
 
     async def reply(self, turn: Turn) -> Reply:

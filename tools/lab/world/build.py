@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.common.files import ROOT, write_records, write_words
-from tools.common.flags import FlagGroup, compared_flags, defaults, flag, parse_flags
+from tools.common.flags import FlagGroup, compared_values, defaults, flag, parse_flags
 from tools.common.models import make_weights_readable
 from tools.common.programs import run_program, run_python
 from tools.common.ranks import processes_of_cores
@@ -122,7 +122,7 @@ def pretrain(folder: Path, flags: Flags) -> None:
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     folder = Path(flags.output_dir)
-    settings = compared_flags(flags) | {"texts": files_setting(LEXICON, PROMPTS)}
+    settings = compared_values(flags) | {"texts": files_setting(LEXICON, PROMPTS)}
     results = ["base/train_results.json", "base", "data", "random"]
     with stage(folder / "world.json", settings, results=results, defaults=defaults(Flags), ranks=False) as work:
         if work.todo:
