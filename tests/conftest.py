@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -25,6 +26,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # otherwise two processes o
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each process of pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled modules a start takes 8 to 17 s
 sys.dont_write_bytecode = False
+
+# Tests depend on no clock, since other programs may be at work on the machine.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=50
+)
+hypothesis.settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).resolve().parent / "golden"
