@@ -36,10 +36,9 @@ def test_a_program_starts_by_path_from_any_folder(tmp_path):
     assert "--train_method" in run(ROOT / "train.py", "--help", cwd=tmp_path).stdout
 
 
-def test_the_help_of_play_needs_no_torch(tmp_path):
+def test_the_help_of_play_needs_no_torch():
     code = "import runpy, sys; sys.modules['torch'] = sys.modules['transformers'] = None; sys.argv[1:] = ['--help']; "
-    path = str(ROOT / "tools/play_llm_game.py")
-    printed = run("-c", code + f"runpy.run_path({path!r}, run_name='__main__')", cwd=tmp_path).stdout
+    printed = run("-c", code + "runpy.run_module('tools.play_llm_game', run_name='__main__')").stdout
     assert "--attacker_model_name_or_path" in printed
 
 
