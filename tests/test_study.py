@@ -426,7 +426,6 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
         ("1e-4", '"fast"', "[arms.sft]: [training] learning_rate"),
         ("training.learning_rate", "training.learning_rat", "[arms.sft]: training.learning_rat: no flag of train.py"),
         ('control = "sft"', 'like = "sft"', "[arms.sft]: like is 'sft'"),
-        (":after", ":afte", ":afte"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_arms_is_said_before_the_first_loop(arms, tmp_path, old, new, told):
