@@ -83,7 +83,7 @@ def test_a_game_is_a_file_with_two_methods_and_a_prompt_file(tmp_path):
 
 
 class Pool(Player):
-    """pool:NAME,NAME,...: another of these players in each game, so that a model meets more than one opponent."""
+    """pool:NAME,NAME,...: another of these players in each game, scripted ones or servers."""
 
     def __init__(self, players):
         self.players = players

@@ -1,4 +1,6 @@
-"""One page for people who take a piece. A whole epoch of self-play, which runs as it stands:
+"""The pieces as functions: play, judge, rows, batch, loss, and a game step by step.
+
+A whole epoch of self-play, which runs as it stands:
 
     import torch
     from tools import spag
