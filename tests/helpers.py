@@ -4,18 +4,14 @@ import contextlib
 import gc
 import io
 import logging
-import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -146,59 +142,6 @@ def start(command: list, **changes) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)), **how)
 
 
-class Fork(NamedTuple):
-    """A program that runs in a fork of this process, and the file of what it prints."""
-
-    process: BaseProcess
-    log: IO[str]
-
-    def printed(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-
-def fork(main: Callable[[], object], *words, processes: int = 1) -> list[Fork]:
-    """Run a program in forks of this process, as the ranks of one launch if there are several.
-
-    A fork has torch imported, which takes a fresh interpreter 5 s.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-    def work(rank: int, log: IO[str]) -> None:
-        if processes > 1:
-            os.environ.update(
-                {key: str(value) for key, value in (launch | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            )
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        sys.stdout = sys.stderr = log
-        logging.root.handlers.clear()
-        sys.argv = [main.__module__, *map(str, words)]
-        run_program(main)
-
-    forks = []
-    for rank in range(processes):
-        log = tempfile.TemporaryFile("w+", buffering=1)
-        forks.append(Fork(multiprocessing.get_context("fork").Process(target=work, args=(rank, log)), log))
-        forks[-1].process.start()
-    return forks
-
-
-def fork_ranks(main: Callable[[], object], *words, processes: int = 2) -> str:
-    """Run a program as the ranks of one launch, which must end with status 0; return what they printed."""
-    forks = fork(main, *words, processes=processes)
-    for each in forks:
-        each.process.join(TIMEOUT)
-    for each in forks:
-        each.process.kill()  # who waits for a rank that failed
-    printed = "".join(each.printed() for each in forks)
-    assert [each.process.exitcode for each in forks] == [0] * processes, printed[-3000:]
-    return printed
-
-
 def finish(process: subprocess.Popen, status: int | None = 0) -> str:
     """Wait for a program to end with this status (None: with any); return what it printed."""
     printed, _ = process.communicate(timeout=TIMEOUT)
@@ -206,12 +149,11 @@ def finish(process: subprocess.Popen, status: int | None = 0) -> str:
     return printed
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen | BaseProcess) -> bool:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
     """Wait for a condition as long as the program runs, at most TIMEOUT seconds; return whether it came true."""
     deadline = time.monotonic() + TIMEOUT
-    running = process.is_alive if isinstance(process, BaseProcess) else lambda: process.poll() is None
-    while not (met := condition()) and running() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    while not (met := condition()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
     return met
 
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import call, flags_of, fork_ranks, play_flags, write_place
+from helpers import TORCHRUN, call, finish, flags_of, play_flags, start, write_place
 from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
@@ -275,7 +275,7 @@ def results(folder, stem=STEM):
 
 def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     arguments = flags(place, tiny_model, tmp_path, bf16=True, tf32=True)
-    printed = fork_ranks(play_llm_game.main, *arguments)
+    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "tools/play_llm_game.py", *arguments]))
     assert [(game["index"], game["target_word"]) for game in results(tmp_path)] == list(enumerate(WORDS))
     for rank in (0, 1):
         stored = read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")

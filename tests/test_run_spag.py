@@ -460,17 +460,18 @@ def test_nohup_keeps_the_loop_from_ending_with_its_terminal(tmp_path):
 
 
 def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_have_ended(inputs):
+    def start_loop(**changes) -> subprocess.Popen:
+        return start([sys.executable, "-m", "tools.run_spag", *words_of(inputs | {"until": "imitation"} | changes)])
+
     def has_lock(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
             return f"{output}/imitation/model/.settings.lock" in [file.path for file in process.open_files()]
         return False
 
     def check_refused(**changes) -> None:
-        refused = call(run_spag.main, *words_of(inputs | {"until": "imitation"} | changes), status=2).errors
-        assert f"{output}: another loop is at work here" in refused
+        assert f"{output}: another loop is at work here" in finish(start_loop(**changes), status=2)
 
-    output = inputs["output"]
-    process = start([sys.executable, "-m", "tools.run_spag", *words_of(inputs | {"until": "imitation"})])
+    output, process = inputs["output"], start_loop()
     assert wait_for((output / "words.txt").exists, process)
     before = [(output / name).read_text() for name in ("settings.json", "words.txt")]
     assert wait_for(at_work := lambda: [each for each in users_of(output) if has_lock(each)], process)
@@ -485,6 +486,7 @@ def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_h
     psutil.wait_procs(users_of(output))  # the training runs to its end
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
+    finish(start_loop())
 
 
 def test_shellcheck_finds_nothing():

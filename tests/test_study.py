@@ -530,7 +530,7 @@ def test_a_signal_to_the_study_ends_its_programs(tmp_path):
     assert not any(program.is_running() and program.name() == "sh" for program in programs)
 
 
-@pytest.mark.parametrize("end", ["kill -INT $$", "exit 143"])
+@pytest.mark.parametrize("end", ["kill -TERM $$", "kill -INT $$", "exit 130", "exit 143"])
 def test_after_a_program_that_a_signal_ended_no_further_seed_begins_and_none_is_said_to_have_failed(tmp_path, end):
     code = "import sys; from tools.lab import study as run; from tools.common.programs import run_program\n"
     code += f"run.loop_command = lambda argv: ['sh', '-c', {end!r}]\nrun_program(run.main)"

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import call, contents, copy_model, flags_of, fork_ranks, reset_process, write_rows
+from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -58,8 +59,8 @@ def refused(output, settings: dict, message: str, **changes) -> None:
 
 
 def launch(output, processes: int, settings: dict) -> list[dict]:
-    """Train in several processes; return what was logged at each step."""
-    printed = fork_ranks(train.main, *flags(output, settings), processes=processes)
+    """Train under torchrun; return what was logged at each step."""
+    printed = finish(start([*TORCHRUN, f"--nproc_per_node={processes}", "train.py", *flags(output, settings)]))
     assert "`torch.distributed." not in printed  # ZeRO-3 would print one for each parameter and micro-batch
     return steps_of(output)
 
@@ -225,9 +226,11 @@ def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model
 
 
 def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain_runs, mixed_rows, tiny_model):
+    """In one process, which needs no launcher."""
     pytest.importorskip("deepspeed")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
-    steps = launch(tmp_path / "out", 1, settings)
+    finish(start([sys.executable, "train.py", *flags(tmp_path / "out", settings)]))
+    steps = steps_of(tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert_close(losses_of(steps), losses_of(plain_runs[tiny_model][0]), rtol=0.02, atol=0.02)

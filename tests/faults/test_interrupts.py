@@ -16,6 +16,7 @@ PROGRAMS = [
     ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, True),
     ("matches", "tools/evaluate_games.py", "*_rank0.jsonl", GAMES, False),
     ("training", "train.py", "checkpoint-*/complete", "the same command continues", False),
+    ("training", "train.py", "checkpoint-*/complete", "the same command continues", True),
 ]
 LONGER = {"play": {}, "matches": {"games_per_word": 50}, "training": {"num_train_epochs": 50}}
 

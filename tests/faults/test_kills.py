@@ -57,7 +57,7 @@ MATRIX = [
     Kill("play", always=True),
     Kill("play", "torchrun"),
     Kill("play", "torchrun", "launcher", always=True),
-    Kill("play", "torchrun", "SIGTERM"),
+    Kill("play", "torchrun", "SIGTERM", always=True),
     Kill("rewards", always=True),
     Kill("matches", always=True),
     Kill("training", always=True),
