@@ -213,14 +213,15 @@ def test_rows_are_read_from_parquet_gzip_and_the_hub_as_from_json(tmp_path, on_h
     Dataset.from_json(path, cache_dir=str(tmp_path / "cache")).to_parquet(tmp_path / "rows.parquet")
     shutil.copy(tmp_path / "rows.parquet", on_hub / "train.parquet")
     expected = list(load_rows([path], chat_tokenizer))
-    home = contents(Path(os.environ["HF_HOME"]))
+    cache = Path(os.environ["HF_HOME"], "datasets")
+    cached = contents(cache)
     for name in (tmp_path / "rows.jsonl.gz", tmp_path / "rows.parquet", "me/rows"):
         assert list(load_rows([str(name)], chat_tokenizer)) == expected, name
         made, of_json = (read_sft_rows(str(each)) for each in (name, path))
         assert [encode_example(row, chat_tokenizer) for row in made] == [
             encode_example(row, chat_tokenizer) for row in of_json
         ]
-    assert contents(Path(os.environ["HF_HOME"])) == home
+    assert contents(cache) == cached
     assert rows_setting("me/rows")["sha256"] == "abc"
     both = rows_setting(path, "me/rows")
     assert both["sha256"] == f"{files_setting(path)['sha256']} abc" and both["commits"] == {"me/rows": "abc"}
