@@ -12,8 +12,8 @@ import pytest
 from helpers import ROOT, call, finish, start
 
 from tools import play_llm_game
+from tools import quickstart as program
 from tools.common.flags import parse_flags
-from tools.loop import quickstart as program
 from tools.loop.settings import read_loop
 
 # Stands in for Python, also as .venv/bin/python: makes no real environment, installs nothing, runs no program.
@@ -67,7 +67,7 @@ def test_it_makes_the_environment_and_hands_over_to_python(project, run):
     assert installed == [FROM_CPU_INDEX, "-r .venv/requirements.txt"]
     requirements = (project / ".venv/requirements.txt").read_text()
     assert "transformers" in requirements and "deepspeed" not in requirements
-    assert calls[-1] == "-m tools.loop.quickstart seed=3 output=my out"
+    assert calls[-1] == "-m tools.quickstart seed=3 output=my out"
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
 
 def test_help_is_printed_and_nothing_is_built(quickstart):
     printed, *calls = quickstart("--help")
-    assert "python -m tools.loop.quickstart" in printed and not calls
+    assert "python -m tools.quickstart" in printed and not calls
 
 
 def test_a_wrong_setting_is_refused_before_the_world_is_built(quickstart, capsys):
@@ -140,7 +140,7 @@ def test_without_match_and_report_it_still_says_how_to_play(quickstart, tmp_path
 def test_a_signal_reaches_the_loop(tmp_path):
     code = "import time, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nprint(1, flush=True)\n"
     (tmp_path / "loop.py").write_text(f"{code}time.sleep(60)")
-    script = "import sys; from tools.loop import quickstart; popen = quickstart.subprocess.Popen\n"
+    script = "import sys; from tools import quickstart; popen = quickstart.subprocess.Popen\n"
     script += "quickstart.subprocess.Popen = lambda _: popen([sys.executable, sys.argv[1]])\n"
     script += "sys.exit(quickstart.run_loop([]))"
     process = start([sys.executable, "-c", script, tmp_path / "loop.py"])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a report: makes .venv and a made-up world of 162 words, and runs the whole method on it
-# (tools/loop/quickstart.py). It needs no GPU, no compiler and no download of a model. Run again, it continues.
+# (tools/quickstart.py). It needs no GPU, no compiler and no download of a model. Run again, it continues.
 #
 #   bash tools/quickstart.sh
 #   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
@@ -22,4 +22,4 @@ case " $* " in *" --help "* | *" -h "*) sed -n '2,/^# Arguments/s/^# \{0,1\}//p'
 set_up quickstart requirements.txt
 # Threads that wait sleep, and leave the cores to other processes. Nothing comes from the hub, so nothing asks it.
 export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
-exec "$venv" -m tools.loop.quickstart "$@"
+exec "$venv" -m tools.quickstart "$@"

@@ -1,6 +1,6 @@
 """The quick start behind its environment: build the embedded world, run the loop on it, and say how to go on.
 
-    QUICK=1 python -m tools.loop.quickstart output=outputs/mine epochs=2
+    QUICK=1 python -m tools.quickstart output=outputs/mine epochs=2
 
 Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quickstart.sh`. The world always has the seed
 0, and `seed` is that of the loop alone: so runs with other seeds have the same words and the same base model.
