@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -16,8 +18,8 @@ from helpers import ENVIRONMENT, ROOT, call, flags_of, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from tools import assign_rewards, controls, play_llm_game, spag
-from tools.common.files import read_json, read_json_or_jsonl, write_records
+from tools import assign_rewards, controls, play_llm_game, run_spag, spag
+from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
 from tools.controls import Control
 from tools.players import make
 from tools.players.player import Player
@@ -270,3 +272,54 @@ def test_a_flag_of_play_is_a_line_that_declares_it_and_its_use(tiny_model, tmp_p
     how = {"cwd": tmp_path, "env": ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", USE, tiny_model], **how)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def points_of(loop, player):
+    """The points of a model against imitation and their interval."""
+    matches = read_json(Path(loop.output, player, "eval", "matches.json"))
+    return next((row["points"], row["points_interval"]) for row in matches["results"] if row["role"] == "both")
+
+
+def stops_early(loop):
+    """The loop ends when the points of an epoch are below the interval of the epoch before."""
+    best = 0.0
+    for step in run_spag.steps(loop):
+        yield step  # while the loop runs, it has ended when the next line is reached
+        player = step.name.removesuffix("_eval")
+        if Path(loop.output, player, "eval", "matches.json").is_file():
+            points, (low, _) = points_of(loop, player)
+            if points < best:
+                return
+            best = low
+
+
+tracked = {}
+
+
+def track(loop, step):
+    """So W&B, or another tracker, gets the points of an epoch."""
+    if step.name.endswith("_eval"):
+        tracked[step.name] = points_of(loop, step.name.removesuffix("_eval"))[0]
+
+
+def test_a_loop_that_stops_by_its_results_and_tracks_them_is_a_script_that_calls_the_loop(
+    tmp_path, tiny_model, monkeypatch
+):
+    """`run_spag.main(stops_early, track)` is the script; it takes the arguments of tools/run_spag.py."""
+
+    class Stages(run_spag.Stages):  # of which only matches leave something
+        def run(self, name, command, **variables):
+            if name.endswith("_eval"):
+                points = {"epoch1_eval": 0.6, "epoch2_eval": 0.5}[name]
+                row = {"role": "both", "points": points, "points_interval": [points - 0.05, points + 0.05]}
+                folder = Path(command[command.index("--output_dir") + 1])
+                write_json(folder / "matches.json", {"results": [row]})
+
+    # Run it: the third epoch does not begin.
+    monkeypatch.setattr(run_spag, "Stages", Stages)
+    (tmp_path / "words.txt").write_text("apple\n", encoding="utf-8")
+    words = {"model": tiny_model, "words": tmp_path / "words.txt", "output": tmp_path / "out", "report": "false"}
+    words |= {"match.words": tmp_path / "words.txt", "rewards.sft_data_path": "", "processes": 1, "deepspeed": "none"}
+    script = partial(run_spag.main, stops_early, track)
+    call(script, *(f"{name}={value}" for name, value in words.items()))
+    assert tracked == {"epoch1_eval": 0.6, "epoch2_eval": 0.5}

@@ -248,26 +248,26 @@ def test_a_control_takes_model_and_first_games_of_another_run_and_makes_its_own_
 ):
     spag, own = finished_run(inputs, 2, tmp_path / "spag"), tmp_path / "own"
     made = commands({"like": spag, "control": control, "output": own, "epochs": 2, "training.lora_rank": 4})
-    plays = control not in ("sft", "silent")
+    plays = CONTROLS[control].plays_games
     assert "imitation" not in made and "epoch1_play" not in made and ("epoch2_play" in made) == plays
     games = spag / "epoch1/episodes/imitation_sampling_words_results.json"
-    assert not plays or str(games) in made["epoch1_rewards"]
+    assert not plays or str(games) in made["epoch1_winners"]
     assert made["epoch1_train"].count(f"{spag}/imitation/model") == 2
     assert "--learning_rate 1e-4" in " ".join(made["epoch1_train"])  # that of LoRA, not the other run's
     assert f"imitation={spag}/imitation/model" in made["epoch2_eval"]
     assert f"{own}/epoch2/rows/rows.json" in made["epoch2_train"]
     check_flags(made["epoch2_train"])
-    assert ("--allow_no_game_rows" in made["epoch2_train"]) == (control in ("cloning", "sft"))
-    words = made[f"epoch2_{control}"]
+    assert ("--allow_no_game_rows" in made["epoch2_train"]) == (not CONTROLS[control].makes_game_rows)
+    words = made["epoch2_rewards"]
     source = f"{own}/epoch2/rows/winners.json" if plays else f"{spag}/epoch2/rows/rows.json"
     assert words[1:6] == [control, "--rows", source, "--output", f"{own}/epoch2/rows/rows.json"]
     check_flags(words)
 
 
 def test_cloning_averages_over_the_rows_that_the_loss_averages_over(commands):
-    assert flags_in(commands({"control": "cloning"})["epoch1_cloning"])["--rows_at_once"] == ["2"]
+    assert flags_in(commands({"control": "cloning"})["epoch1_rewards"])["--rows_at_once"] == ["2"]
     by_step = commands({"control": "cloning", "training.loss_normalization": "step", "training.lm_sft_coeff": 0.7})
-    flags = flags_in(by_step["epoch1_cloning"])
+    flags = flags_in(by_step["epoch1_rewards"])
     assert flags["--rows_at_once"] == ["4"] and flags["--sft_coeff"] == ["0.7"]
 
 
@@ -305,7 +305,15 @@ def run(inputs):
 
 @pytest.mark.parametrize(
     "until, number",
-    [("imitation", 1), ("epoch1_play", 2), ("epoch1_rewards", 3), ("epoch1_train", 4), ("epoch2_play", 7), (None, 11)],
+    [
+        ("imitation", 1),
+        ("epoch1_play", 2),
+        ("epoch1_rewards", 3),
+        ("epoch1_train", 4),
+        ("epoch1_eval", 5),
+        ("epoch2_play", 7),
+        (None, 11),
+    ],
 )
 def test_the_loop_stops_where_until_says(run, capsys, until, number):
     changes = {"until": until} if until else {}

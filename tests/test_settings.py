@@ -206,8 +206,8 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("control=sft", "control=sft needs like"),
         ("control=cloning & training.lm_sft_coeff=0", "control=cloning: sft_coeff is 0.0; it must be above 0"),
         ("control=cloning & rewards.losers=0.5 & training.detach_kl=true", "control=cloning copies winners"),
-        ("until=epoch1_eval", "until=epoch1_eval: expected imitation, or epochK_"),
-        ("until=epoch9_play", "until=epoch9_play lies behind the last epoch (epochs=3)"),
+        ("until=epoch1_pay", "until=epoch1_pay: no such stage; the nearest that exists: epoch1_play"),
+        ("until=epoch9_play", "until=epoch9_play: no such stage"),
         ("machine=1", "machine=1: machines=1"),
         ("prompt_templates=data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
         ("match.words=held=/dev/null", "/dev/null: no words"),
@@ -571,7 +571,7 @@ def test_a_control_needs_rows_of_as_many_epochs(run, start, needed, control):
     write_json(run / "epoch1/rows/rows.json", [])
     sft = f"rewards.sft_data_path={run.parent}/rows.json"
     errors = start(f"like={run}", f"control={control}", "epochs=3", sft, status=2)
-    assert f"control={control}: like={run} has rows of 1 epoch, epochs is 3" in errors
+    assert f"control={control}: {run}/epoch2/rows/rows.json is missing" in errors
     start(f"like={run}", f"control={control}", "epochs=1", sft)
     start(f"like={run}", f"control={control}", "epochs=2", "until=epoch2_play", sft)  # before its rows are needed
 

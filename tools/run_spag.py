@@ -15,14 +15,15 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tools.common.errors import UserError
 from tools.common.files import ROOT
 from tools.common.programs import run_program
-from tools.loop.check import MEASURING, PHASES, Position, ask, check_inputs, last_position
+from tools.loop.check import ask, check_inputs
 from tools.loop.settings import (
     NONE,
     OWN,
@@ -33,6 +34,7 @@ from tools.loop.settings import (
     command_line,
     flags_of,
     has_reference,
+    nearest,
     read_loop,
     write_record,
 )
@@ -41,17 +43,21 @@ from tools.loop.stages import StageFailed, Stages, hold_lock, say
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """The command of a stage: its program with `argv`, the arguments."""
 
     name: str
-    position: Position
-    program: str
-    argv: list[str]
+    program: str | None = None  # None: nothing runs, but `until` may name the step
+    argv: list[str] = field(default_factory=list)
     stage: str | None = None  # the table with its flags
     processes: int | None = None  # on each machine; None: machine 0 runs it as one process
     trained: str | None = None  # folder of the model, whose checkpoints are deleted when the training has ended
+    may_fail: bool = False  # the loop goes on if it fails
+
+
+Steps = Callable[[Loop], Iterable[Step]]
+Ended = Callable[[Loop, Step], None]
 
 
 # What runs, in this order.
@@ -60,14 +66,17 @@ class Step:
 def steps(loop: Loop) -> Iterator[Step]:
     """The commands of all stages. Each starts from what those before it leave.
 
-    The plan is made before the first stage, so a step knows where results will lie, and not what they are.
+    While the loop runs, a step has ended before the next one is made, which may therefore depend on its results. The
+    checks at the start go through the steps as well, when there may be no results yet.
     """
     model = loop.imitation_model or loop.model  # the newest model
     player = "imitation"  # its name in files
     if imitates(loop):
         folder = f"{loop.output}/imitation/model"
-        yield training_step(loop, "imitation", "imitation", (0, 0), folder, model, seed=loop.seed)
+        yield training_step(loop, "imitation", "imitation", folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
+    else:
+        yield Step(name="imitation")
     # The opponent of all matches. If nothing is imitated, it is `imitation_model` or the base model, by this name.
     imitation = model
     models = {"base": loop.model}
@@ -78,20 +87,20 @@ def steps(loop: Loop) -> Iterator[Step]:
         episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
-        elif loop.plays_games:
-            yield play_step(loop, epoch, model, player)
+            yield Step(name="epoch1_play")
+        else:
+            yield play_step(loop, epoch, model, player) if loop.plays_games else Step(name=f"epoch{epoch}_play")
         yield from rows_steps(loop, epoch, episodes)
         yield self_play_step(loop, epoch, model)
         model = trained_model(loop, "training", f"{folder}/model")
         player = f"epoch{epoch}"
         models[player] = model
-        position = (epoch, MEASURING)
         if "words" in loop.tables["match"] and epoch % loop.match_every == 0:
-            yield match_step(loop, position, imitation, player, model)
+            yield match_step(loop, imitation, player, model)
         if "games" in loop.tables["belief"]:
             # Base and imitation are measured once, with epoch 1: the games of belief are the same in all epochs.
-            yield belief_step(loop, position, models if epoch == 1 else {player: model})
-        yield from report_steps(loop, position)
+            yield belief_step(loop, models if epoch == 1 else {player: model})
+        yield from report_steps(loop)
     # Once, because its program makes one table of all models.
     if "tasks" in loop.tables["reasoning"]:
         flags = {
@@ -99,8 +108,8 @@ def steps(loop: Loop) -> Iterator[Step]:
             "output_dir": f"{loop.output}/reasoning",
             "dtype": DTYPES[loop.precision],
         }
-        yield stage_step(loop, "reasoning", "reasoning", (loop.epochs, MEASURING), flags)
-        yield from report_steps(loop, (loop.epochs, MEASURING))
+        yield stage_step(loop, "reasoning", "reasoning", flags)
+        yield from report_steps(loop)
 
 
 def imitates(loop: Loop) -> bool:
@@ -108,15 +117,20 @@ def imitates(loop: Loop) -> bool:
     return "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
 
 
-def planned_steps(loop: Loop) -> list[Step]:
-    """The steps up to the last one that the setting `until` wants."""
-    last = last_position(loop)
-    return [step for step in steps(loop) if step.position <= last]
+def planned_steps(loop: Loop, steps: Steps = steps) -> Iterator[Step]:
+    """The steps up to the one that the setting `until` names. UserError if there is none of this name."""
+    names = []
+    for step in steps(loop):
+        if step.program:
+            yield step
+        names.append(step.name)
+        if step.name == loop.until:
+            return
+    if loop.until:
+        raise UserError(f"until={loop.until}: no such stage{nearest(loop.until, names)} (epochs={loop.epochs})")
 
 
-def stage_step(
-    loop: Loop, stage: str, name: str, position: Position, flags: dict, defaults: Mapping = {}, **more
-) -> Step:
+def stage_step(loop: Loop, stage: str, name: str, flags: dict, defaults: Mapping = {}, **more) -> Step:
     """The step of a stage, whose arguments are `defaults`, the flags of its table, and the `flags` that the loop sets.
 
     Later ones replace earlier ones. `more` are further fields of the step.
@@ -124,10 +138,10 @@ def stage_step(
     # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.tables[stage], **flags})
-    return Step(name, position, TABLES[stage].program, argv, stage, **more)
+    return Step(name=name, program=TABLES[stage].program, argv=argv, stage=stage, **more)
 
 
-def training_step(loop: Loop, stage: str, name: str, position: Position, folder: str, model: str, **flags) -> Step:
+def training_step(loop: Loop, stage: str, name: str, folder: str, model: str, **flags) -> Step:
     """The step in which `model` is trained. The same model is the reference of methods that have one.
 
     In self-play it is the model that has just played, as the importance ratio needs.
@@ -151,7 +165,7 @@ def training_step(loop: Loop, stage: str, name: str, position: Position, folder:
         flags[loop.precision] = True
     # The reference takes this many rows at once. It has no backward pass, so they need less memory than in training.
     defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}
-    return stage_step(loop, stage, name, position, flags, defaults, processes=loop.processes, trained=folder)
+    return stage_step(loop, stage, name, flags, defaults, processes=loop.processes, trained=folder)
 
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
@@ -169,8 +183,7 @@ def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
     if loop.control and not loop.control_class.makes_game_rows:
         flags["allow_no_game_rows"] = True
-    position = (epoch, PHASES.index("train"))
-    return training_step(loop, "training", f"epoch{epoch}_train", position, f"{folder}/model", model, **flags)
+    return training_step(loop, "training", f"epoch{epoch}_train", f"{folder}/model", model, **flags)
 
 
 def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
@@ -189,8 +202,7 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
         "seed": loop.seed + epoch,
         "dtype": DTYPES[loop.precision],
     }
-    position = (epoch, PHASES.index("play"))
-    return stage_step(loop, "play", f"epoch{epoch}_play", position, flags, processes=processes_of_play(loop, "play"))
+    return stage_step(loop, "play", f"epoch{epoch}_play", flags, processes=processes_of_play(loop, "play"))
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
@@ -203,36 +215,32 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 
 def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
     """The one or two steps in which the rows of the games, or of a control, are made: epochK/rows/rows.json."""
-    folder = f"{loop.output}/epoch{epoch}/rows"
+    name, rows = f"epoch{epoch}_rewards", f"epoch{epoch}/rows/rows.json"
     if not loop.control:
-        yield rewards_step(loop, epoch, episodes, f"{folder}/rows.json")
-    elif loop.plays_games:
-        yield rewards_step(loop, epoch, episodes, f"{folder}/winners.json")
-        yield control_step(loop, epoch, f"{folder}/winners.json")
-    else:
-        yield control_step(loop, epoch, f"{loop.like}/epoch{epoch}/rows/rows.json")
+        yield rewards_step(loop, epoch, name, episodes, f"{loop.output}/{rows}")
+        return
+    source = f"{loop.like}/{rows}"
+    if loop.plays_games:
+        source = f"{loop.output}/epoch{epoch}/rows/winners.json"
+        yield rewards_step(loop, epoch, f"epoch{epoch}_winners", episodes, source)
+    elif not Path(source).is_file():
+        raise UserError(f"control={loop.control}: {source} is missing, rows of the run that `like` names")
+    flags = {"rows": source, "output": f"{loop.output}/{rows}"} | flags_of_control(loop, epoch)
+    yield Step(name=name, program="tools/controls.py", argv=[loop.control, *command_line(flags)])
 
 
-def rewards_step(loop: Loop, epoch: int, episodes: str, output: str) -> Step:
+def rewards_step(loop: Loop, epoch: int, name: str, episodes: str, output: str) -> Step:
     """The step in which games become rows."""
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
     # A thought answers the prompt that it was written to, so its row needs this prompt. Other prompts are refused.
     defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}
-    position = (epoch, PHASES.index("rewards"))
-    return stage_step(loop, "rewards", f"epoch{epoch}_rewards", position, flags, defaults)
+    return stage_step(loop, "rewards", name, flags, defaults)
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
     """The base model's: each training writes the tokenizer of its model beside the new one."""
     return loop.model if loop.of("rewards").chat_template else None
-
-
-def control_step(loop: Loop, epoch: int, source: str) -> Step:
-    """The step in which the rows of a control are made from a file of rows."""
-    flags = {"rows": source, "output": f"{loop.output}/epoch{epoch}/rows/rows.json"}
-    argv = [loop.control, *command_line(flags | flags_of_control(loop, epoch))]
-    return Step(f"epoch{epoch}_{loop.control}", (epoch, PHASES.index("rewards")), "tools/controls.py", argv)
 
 
 def flags_of_control(loop: Loop, epoch: int) -> dict:
@@ -250,7 +258,7 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
     return {name: known[name] for name in names if name in known}
 
 
-def match_step(loop: Loop, position: Position, imitation: str, player: str, model: str) -> Step:
+def match_step(loop: Loop, imitation: str, player: str, model: str) -> Step:
     """The step in which the newest model plays against imitation.
 
     The opponent is the same in all epochs, and in all runs with the same imitation model: so their points compare.
@@ -261,10 +269,10 @@ def match_step(loop: Loop, position: Position, imitation: str, player: str, mode
         "output_dir": f"{loop.output}/{player}/eval",
         "dtype": DTYPES[loop.precision],
     }
-    return stage_step(loop, "match", f"{player}_eval", position, flags, processes=processes_of_play(loop, "match"))
+    return stage_step(loop, "match", f"{player}_eval", flags, processes=processes_of_play(loop, "match"))
 
 
-def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
+def belief_step(loop: Loop, models: dict[str, str]) -> Step:
     """The step that measures what the hints of some games tell these models."""
     player = list(models)[-1]
     play_flags = loop.of("play")
@@ -275,14 +283,15 @@ def belief_step(loop: Loop, position: Position, models: dict[str, str]) -> Step:
         "max_length": play_flags.max_length - play_flags.max_new_tokens,
         "dtype": DTYPES[loop.precision],
     }
-    return stage_step(loop, "belief", f"{player}_belief", position, flags)
+    return stage_step(loop, "belief", f"{player}_belief", flags)
 
 
-def report_steps(loop: Loop, position: Position) -> Iterator[Step]:
-    """The step that makes the report anew, unless `report` is false."""
+def report_steps(loop: Loop) -> Iterator[Step]:
+    """The step that updates the report, unless `report` is false. Without a report no results are lost."""
     game = {name: loop.tables["play"].get(name) for name in ("game", "game_options")}
     if loop.report:
-        yield Step("report", position, "tools/report.py", [loop.output, *command_line(game)])
+        argv = [loop.output, *command_line(game)]
+        yield Step(name="report", program="tools/report.py", argv=argv, may_fail=True)
 
 
 def name_equals_path(models: dict[str, str]) -> list[str]:
@@ -293,16 +302,20 @@ def name_equals_path(models: dict[str, str]) -> list[str]:
 # From the command line to the end.
 
 
-def main() -> None:
+def main(steps: Steps = steps, ended: Ended | None = None) -> None:
+    """Run the loop of the command line; a script of one's own may give it other steps.
+
+    `ended` is called after each step, also after one whose work was done in an earlier start.
+    """
     argv = sys.argv[1:]
     if {"-h", "--help"}.intersection(argv):
         print(help_text())
         return
     loop = read_loop(argv)
     words = check_inputs(loop)
-    became = ask(loop, steps)
+    became = ask(loop, partial(planned_steps, steps=steps))
     loop = dataclasses.replace(loop, **became)
-    plan = planned_steps(loop)
+    plan = planned_steps(loop, steps)
     stages = Stages(loop.output, loop.machine)
     # Machine 0 alone has the lock and the record: the others work in the same output, at the same run. check=true
     # takes no lock, so that it works while a loop is running.
@@ -316,10 +329,10 @@ def main() -> None:
         return
     if loop.machine == 0:
         write_record(loop, became, words)
-    run(loop, plan, stages)
+    run(loop, plan, stages, ended)
 
 
-def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
+def run(loop: Loop, plan: Iterable[Step], stages: Stages, ended: Ended | None = None) -> None:
     """Run the steps, one at a time: a launch uses all GPUs. Delete the checkpoints of each training that has ended.
 
     A further start runs each program again, and the program itself sees that its work is done.
@@ -332,10 +345,12 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
             stages.run(step.name, command(loop, step), **threads(loop, step))
         except StageFailed as error:
             sys.stderr.write(f"{Path(sys.argv[0]).name}: {error}\n")
-            if step.name != "report":  # without a report no results are lost
+            if not step.may_fail:
                 sys.exit(1)
         if step.trained and loop.machine == 0:
             delete_checkpoints(step.trained)
+        if ended:
+            ended(loop, step)
     if loop.until:
         say(f"stopped after {loop.until}, as the setting until says")
     else:
@@ -344,7 +359,7 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages) -> None:
 
 def command(loop: Loop, step: Step) -> list[str]:
     """The command line of a step, by torchrun if it has several processes."""
-    program = [str(ROOT / step.program), *step.argv]
+    program = [str(ROOT / str(step.program)), *step.argv]
     if not is_launched(loop, step):
         return [sys.executable, *program]
     # Machine 0 alone runs the stages of one process. The others wait for it at the next launch, up to a day. is_host

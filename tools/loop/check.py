@@ -9,7 +9,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,9 +27,6 @@ from tools.games.flags import GameChoice
 from tools.games.game import Game
 from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, parser_of, prefix_errors
 
-PHASES = ("play", "rewards", "train")  # of an epoch, after which a loop may stop
-MEASURING = len(PHASES)  # the phase after these, of match, belief and report
-Position = tuple[int, int]  # epoch and number of a phase
 ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may be data sets of the hub
 RELEASED = "data/released_prompts.json"
 MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release data/released_utils.py --output {RELEASED}"
@@ -59,25 +55,10 @@ def check_inputs(loop: Loop) -> list[str]:
 def check_limits(loop: Loop) -> None:
     if loop.seed + loop.epochs >= 2**32:  # numpy takes no larger seed
         raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
-    if last_position(loop)[0] > loop.epochs:
-        raise UserError(f"until={loop.until} lies behind the last epoch (epochs={loop.epochs})")
     if loop.machines > 1 and loop.rendezvous == OWN["rendezvous"].default:
         raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, where machine 0 is reached")
     if loop.machine >= loop.machines:
         raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
-
-
-def last_position(loop: Loop) -> Position:
-    """The last epoch and phase that run; imitation is (0, 0). UserError for a wrong `until`."""
-    if loop.until is None:
-        return loop.epochs, MEASURING
-    if loop.until == "imitation":
-        return 0, 0
-    epoch_and_phase = re.fullmatch(rf"epoch([1-9]\d*)_({'|'.join(PHASES)})", loop.until)
-    if not epoch_and_phase:
-        raise UserError(f"until={loop.until}: expected imitation, or epochK_ with {', '.join(PHASES)}")
-    epoch, phase = epoch_and_phase.groups()
-    return int(epoch), PHASES.index(phase)
 
 
 def missing_files(loop: Loop) -> Iterator[str]:
@@ -129,20 +110,8 @@ def check_control(loop: Loop) -> None:
     rewards = loop.of("rewards")
     if loop.control == "cloning" and (rewards.losers or rewards.ties):
         raise UserError("control=cloning copies winners; take back rewards.losers and rewards.ties")
-    if loop.plays_games:
-        return
-    if not loop.like:
+    if not loop.plays_games and not loop.like:
         raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
-    last_epoch, last_phase = last_position(loop)
-    # The run `like` may still be at work: it needs to have the rows of those epochs alone that this start reaches.
-    needed = last_epoch if last_phase >= PHASES.index("rewards") else last_epoch - 1
-    epochs_with_rows = 0
-    while Path(loop.like, f"epoch{epochs_with_rows + 1}", "rows", "rows.json").is_file():
-        epochs_with_rows += 1
-    if epochs_with_rows < needed:
-        plural = "" if epochs_with_rows == 1 else "s"
-        have = f"rows of {epochs_with_rows} epoch{plural}"
-        raise UserError(f"control={loop.control}: like={loop.like} has {have}, epochs is {loop.epochs}")
 
 
 def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> None:
@@ -228,21 +197,21 @@ def bare(value) -> str:
 # The machine, in the child.
 
 
-def ask(loop: Loop, steps: Callable[[Loop], Iterable]) -> dict:
-    """What `auto` becomes on this machine. UserError for a command of `steps` that its program would refuse.
+def ask(loop: Loop, plan: Callable[[Loop], Iterable]) -> dict:
+    """What `auto` becomes on this machine. UserError for a command of the plan that its program would refuse.
 
     The child is forked from this process, which has imported transformers and not asked for a GPU: it starts at once.
     """
     forked = multiprocessing.get_context("fork")
     # At Ctrl-C the child just ends.
     with ProcessPoolExecutor(1, forked, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as child:
-        return child.submit(_answer_and_check, loop, steps).result()
+        return child.submit(_answer_and_check, loop, plan).result()
 
 
-def _answer_and_check(loop: Loop, steps: Callable[[Loop], Iterable]) -> dict:
+def _answer_and_check(loop: Loop, plan: Callable[[Loop], Iterable]) -> dict:
     became = answer(loop)
     loop = dataclasses.replace(loop, **became)
-    check_commands(loop, steps(loop))
+    check_commands(loop, plan(loop))
     return became
 
 

@@ -82,7 +82,7 @@ class OwnSettings(FlagGroup):
     )
     control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=tuple(CONTROLS))
     until: str | None = flag(
-        "stop after imitation, epochK_play, epochK_rewards or epochK_train; without it the same command goes on",
+        "stop after this stage, such as imitation or epoch1_play; without it the same command goes on",
         default=None,
         compared=False,
     )
