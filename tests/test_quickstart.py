@@ -124,7 +124,7 @@ def test_help_is_printed_and_nothing_is_built(quickstart):
 
 
 def test_a_wrong_setting_is_refused_before_the_world_is_built(quickstart, capsys):
-    with pytest.raises(AssertionError, match="ended with 2: .*nearest that exists: epochs"):
+    with pytest.raises(AssertionError, match="ended with 2: .*did you mean epochs"):
         quickstart("epohcs=2")
 
 

@@ -403,7 +403,7 @@ def test_a_failing_stage_shows_its_own_error_and_names_its_log(tmp_path):
 
 def test_a_stage_that_is_killed_says_so(tmp_path):
     printed = finish(start_stage(tmp_path, "kill -9 $$"), status=2)
-    assert "epoch1_play was ended by SIGKILL (often too little memory)" in printed
+    assert "epoch1_play was killed by SIGKILL (often out of memory)" in printed
 
 
 def wait_for_sleep(process: subprocess.Popen) -> psutil.Process:
@@ -428,7 +428,7 @@ def test_a_signal_ends_the_loop_and_what_it_has_started(tmp_path, number, status
     process = start_stage(tmp_path, script)
     sleep = wait_for_sleep(process)
     process.send_signal(signal.Signals[number])
-    assert "stopped in epoch1_play; the same command continues" in finish(process, status)
+    assert "stopped in epoch1_play; rerun the same command to continue" in finish(process, status)
     left = psutil.wait_procs([*users_of(tmp_path), sleep], timeout=10)[1]  # SIGKILL takes a moment
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
@@ -477,7 +477,7 @@ def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_h
         return False
 
     def check_refused(**changes) -> None:
-        assert f"{output}: another loop is at work here" in finish(start_loop(**changes), status=2)
+        assert f"{output}: another loop is running here" in finish(start_loop(**changes), status=2)
 
     output, process = inputs["output"], start_loop()
     assert wait_for((output / "words.txt").exists, process)

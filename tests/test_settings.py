@@ -176,21 +176,21 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
 @pytest.mark.parametrize(
     "word, error",
     [
-        ("epocs=2", "epocs: neither a setting of the loop nor a flag of a stage; the nearest that exists: epochs"),
-        ("play.temprature=2", "no flag of tools/play_llm_game.py; the nearest that exists: temperature"),
-        ("mach.words=x", "there is no table [mach]; the nearest that exists: match"),
+        ("epocs=2", "epocs: neither a setting of the loop nor a flag of a stage; did you mean epochs?"),
+        ("play.temprature=2", "no flag of tools/play_llm_game.py; did you mean temperature?"),
+        ("mach.words=x", "there is no table [mach]; did you mean match?"),
         ("TEMPERATURE=0.7", "TEMPERATURE: neither"),
         ("play.output_dir=x", "play.output_dir: the loop sets this flag"),
         ("output_dir=x", "output_dir: the loop sets this flag"),
         ("model_name_or_path=x", "the loop sets this flag"),
         ("training.train_data_path=x", "the loop sets this flag"),
         ("belief.max_length=3", "the loop sets this flag"),
-        ("bf16=true", "bf16: the setting `precision` sets this flag"),
-        ("play.dtype=float16", "play.dtype: the setting `precision` sets this flag"),
+        ("bf16=true", "bf16: set by `precision`"),
+        ("play.dtype=float16", "play.dtype: set by `precision`"),
         ("model=", "model=... is missing"),
-        ("output=$HOME/x", "output: $HOME is not replaced; write the path, ~ or $ROOT"),
-        ("words=${HOME}/x", "words: ${HOME} is not replaced"),
-        ("match.words=$(date)", "match.words: $(date) is not replaced"),
+        ("output=$HOME/x", "output: $HOME is not expanded; write the path, ~ or $ROOT"),
+        ("words=${HOME}/x", "words: ${HOME} is not expanded"),
+        ("match.words=$(date)", "match.words: $(date) is not expanded"),
         ("seed=4294967293", "seed=4294967293: "),  # 3 epochs
         ("seed=-1", "seed is -1; it must be at least 0"),
         ("epochs=two", "epochs: invalid int value: 'two'"),
@@ -205,8 +205,8 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("control=silent", "control=silent needs like"),
         ("control=sft", "control=sft needs like"),
         ("control=cloning & training.lm_sft_coeff=0", "control=cloning: sft_coeff is 0.0; it must be above 0"),
-        ("control=cloning & rewards.losers=0.5 & training.detach_kl=true", "control=cloning copies winners"),
-        ("until=epoch1_pay", "until=epoch1_pay: no such stage; the nearest that exists: epoch1_play"),
+        ("control=cloning & rewards.losers=0.5 & training.detach_kl=true", "control=cloning imitates winners"),
+        ("until=epoch1_pay", "until=epoch1_pay: no such stage; did you mean epoch1_play?"),
         ("until=epoch9_play", "until=epoch9_play: no such stage"),
         ("machine=1", "machine=1: machines=1"),
         ("prompt_templates=data/released_prompts.json", "no such file, made by python -m tools.prepare_data prompts"),
@@ -236,11 +236,11 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         (f"game={ROOT}/tests/graded_game.py:Divide & belief.games=words.txt", "Divide has no message that names a"),
         ("nothing.toml", "nothing.toml"),
         ("./a=b.toml", "./a=b.toml"),
-        ("output=$ROOTS/x", "output: $ROOTS is not replaced"),
+        ("output=$ROOTS/x", "output: $ROOTS is not expanded"),
         ("machines=2", "machines=2 needs rendezvous=HOST:PORT"),
         ("match.tensor_parallel_size=0", "[match] tensor_parallel_size is 0; it must be at least 1"),
         *(
-            (f"{table}.{name}=x", f"{table}.{name}: all stages share {name}; write it above the tables")
+            (f"{table}.{name}=x", f"{table}.{name}: all stages share {name}; set it above the tables")
             for table, name in [("play", "game"), ("rewards", "thinking"), ("match", "chat_template")]
             + [("match", "max_turns"), ("belief", "prompt_templates"), ("play", "game_options")]
         ),
@@ -265,13 +265,13 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
     "text, error",
     [
         ("seed = 1\nseed = 2", "not TOML: "),
-        ("[matches]\nseeds = 1", "matches: there is no table [matches]; the nearest that exists: match"),
+        ("[matches]\nseeds = 1", "matches: there is no table [matches]; did you mean match?"),
         ("[play.more]\nseed = 1", "play.more"),
         ("epochs = 2.5", "epochs: invalid int value: '2.5'"),
-        ('words = ["a", "b"]', "words: it takes one value"),
-        ('output = "$HOME/x"', "output: $HOME is not replaced; write the path, ~ or $ROOT"),
-        ("play = 3", "play: it is a table, [play], with keys below it"),
-        ("[training]\nlr_scheduler_kwargs = {num_cycles = 1}", "lr_scheduler_kwargs: write it as a text of JSON"),
+        ('words = ["a", "b"]', "words: takes one value"),
+        ('output = "$HOME/x"', "output: $HOME is not expanded; write the path, ~ or $ROOT"),
+        ("play = 3", "play is a table; write [play] with its keys below"),
+        ("[training]\nlr_scheduler_kwargs = {num_cycles = 1}", "lr_scheduler_kwargs: write it as a JSON string"),
         ("[imitation]\nlora_rank = [1, 2]", "[imitation] unrecognized arguments: 2"),
     ],
 )
@@ -503,7 +503,7 @@ def test_what_decides_neither_about_imitation_nor_about_games_keeps_both(run, ch
 )
 def test_a_change_of_the_games_is_refused_until_something_takes_their_place(run, change):
     name = change.partition("=")[0]
-    with pytest.raises(UserError, match=rf"another {name}; add first_episodes= \("):
+    with pytest.raises(UserError, match=rf"a changed {name}; add first_episodes= \("):
         kept(run, change)
     assert kept(run, change, "first_episodes=") == ["imitation"] and kept(run, change, "first_episodes=x.json") == BOTH
 
@@ -524,7 +524,7 @@ def test_a_change_of_imitation_is_refused_until_both_parts_are_given(run, change
 
 
 def test_another_imitation_model_needs_a_word_about_the_games(run):
-    with pytest.raises(UserError, match="another imitation_model; add first_episodes="):
+    with pytest.raises(UserError, match="a changed imitation_model; add first_episodes="):
         kept(run, "imitation_model=other")
     assert kept(run, "imitation_model=other", "first_episodes=x.json") == BOTH
 
@@ -559,10 +559,10 @@ def test_a_run_like_one_that_stopped_after_imitation_plays_epoch_1_itself(run):
 
 def test_like_needs_an_imitation_that_has_ended_and_a_record_of_this_loop(run):
     write_json(run / "imitation/model/settings.json", {"finished": False})
-    with pytest.raises(UserError, match="its imitation has not ended"):
+    with pytest.raises(UserError, match="its imitation is unfinished"):
         read_loop([f"like={run}", "output=mine"])
     write_json(run / "settings.json", {"settings": {"MODEL": "m", "OUTPUT": "x"}})
-    with pytest.raises(UserError, match="of an older version"):
+    with pytest.raises(UserError, match="written by an older version"):
         read_loop([f"like={run}", "output=mine"])
 
 
@@ -594,16 +594,16 @@ def test_rows_of_imitation_must_have_the_layout_of_play(start, tmp_path, chat_mo
     own = files_setting(load_game().prompt_file)["sha256"]
     layout(own)
     begin()
-    assert "are not those of play" in begin("thinking=True", "rewards.training_prompt=play", status=2)
+    assert "differ from play's" in begin("thinking=True", "rewards.training_prompt=play", status=2)
     layout("0")
-    assert "are not those of play" in begin(status=2)
+    assert "differ from play's" in begin(status=2)
     layout(own, "1")
-    assert "are not those of play" in begin(status=2)
+    assert "differ from play's" in begin(status=2)
     in_chat = {"model": chat_model, "chat_template": "True"}
     layout(own, ChatTemplate(load_tokenizer(str(chat_model)), "model").sha256)
     begin(**in_chat)
     layout(own, "of another model")
-    assert "are not those of play" in begin(status=2, **in_chat)
+    assert "differ from play's" in begin(status=2, **in_chat)
     write_json(tmp_path / "rows.json_rewards_settings.json", {"settings": {}})  # of tools/controls.py
     begin()
 
@@ -647,7 +647,7 @@ def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(star
     (tmp_path / "others.json").rename(tmp_path / "sft.json")
     record = tmp_path / "out/imitation/model/settings.json"
     write_json(record, {"finished": False})
-    assert "none of play's rules" in start(status=2, **foreign("sft"))
+    assert "none of play's rule texts" in start(status=2, **foreign("sft"))
     write_json(record, {"finished": True})
     start(**foreign("sft"))
 
@@ -728,14 +728,14 @@ def test_another_word_list_is_refused_once_games_are_played_and_the_played_one_s
     start()
     (tmp_path / "words.txt").write_text("art\nriver\n")
     errors = start(status=2)
-    assert "words.txt has other words" in errors and "put the list back, or " in errors
+    assert "differs from OUTPUT/words.txt" in errors and "restore the list or " in errors
     assert (tmp_path / "out/words.txt").read_text().split() == ["art", "music", "bridge"]
 
 
 def test_an_output_of_the_shells_loop_is_refused(start, tmp_path):
     write_json(tmp_path / "out/settings.json", {"settings": {"MODEL": "m"}})
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
-    assert "of an older version" in start(status=2)
+    assert "written by an older version" in start(status=2)
 
 
 def test_a_copied_output_continues_from_another_clone(start, tmp_path, monkeypatch):
@@ -763,10 +763,10 @@ def test_one_loop_has_the_lock_and_a_file_system_without_locks_is_a_warning(tmp_
         raise OSError(errno.ENOTSUP, "not supported")
 
     assert hold_lock(tmp_path) is not None
-    with pytest.raises(UserError, match="another loop is at work here"):
+    with pytest.raises(UserError, match="another loop is running here"):
         hold_lock(tmp_path)
     monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    assert hold_lock(tmp_path / "other") is None and "no file locks here" in caplog.text
+    assert hold_lock(tmp_path / "other") is None and "has no locks" in caplog.text
 
 
 def test_the_papers_values_have_a_meaning_each():

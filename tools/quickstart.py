@@ -1,9 +1,9 @@
-"""The quick start behind its environment: build the embedded world, run the loop on it, and say how to go on.
+"""The quick start inside its environment: build the toy world, run the loop on it, and print what to try next.
 
     QUICK=1 python -m tools.quickstart output=outputs/mine epochs=2
 
-Arguments are settings of the loop (tools/run_spag.py), as in `bash tools/quickstart.sh`. The world always has the seed
-0, and `seed` is that of the loop alone: so runs with other seeds have the same words and the same base model.
+Arguments are settings of the loop. `seed` applies to the loop only; the world is always built with seed 0, so runs
+with different seeds share the words and the base model.
 """
 
 import json
@@ -22,14 +22,14 @@ from tools.common.ranks import processes_of_cores
 from tools.loop.settings import Loop, Settings, command_line, read_argument, read_loop
 from tools.loop.stages import STOPPING, Stages, say
 
-# The world and the loop of QUICK=1. Its model wins hardly a game, so it learns from all messages.
+# The world and the loop of QUICK=1. Its model hardly ever wins, so it learns from all messages, not only winners'.
 QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()
 QUICK_LOOP = "epochs=1 max_words=40 games_per_word=1 global_batch=32".split()
 QUICK_LOOP += "match.games_per_word=1 match.max_words=20 rewards.messages=all".split()
 
 QUICK_NOTE = (
-    "QUICK=1 shows only that every stage runs: its model has hardly learned to speak, so its points and warnings mean "
-    "nothing. Without QUICK=1 the quick start trains one that plays."
+    "QUICK=1 only shows that every stage runs. Its model has barely learned to speak, so its points and warnings mean "
+    "nothing; without QUICK=1 the quick start trains a model that can play."
 )
 
 
@@ -40,10 +40,10 @@ def main() -> None:
     quick = os.environ.get("QUICK", "0") != "0"
     begin = time.monotonic()
     given: Settings = {"output": "outputs/quickstart_quick" if quick else "outputs/quickstart"}
-    for argument in sys.argv[1:]:  # a wrong one is refused before the world is built
+    for argument in sys.argv[1:]:  # refuse wrong ones before building the world
         given |= read_argument(argument)
     if not given["output"]:
-        raise UserError("output= is empty; it names the folder of all results")
+        raise UserError("output= is empty; it must name the folder for all results")
     output = str(given["output"])
     world = [sys.executable, "-m", "tools.lab.world.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
@@ -51,7 +51,7 @@ def main() -> None:
     if status := run_loop(words):
         sys.exit(status)
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
-    say(f"the quick start took {minutes} min {seconds} s; points against the imitation model after each epoch:")
+    say(f"the quick start took {minutes} min {seconds} s; points against the imitation model, by epoch:")
     for line in last_lines(read_loop(words)):
         print(line)
     if quick:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def settings(output: str) -> list[str]:
-    """The settings of the loop on the world in a folder."""
+    """The loop's settings for the world in `output`."""
     data = f"{output}/data"
     lists = [f"played={data}/words.txt", f"held_out={data}/held_out.txt"]
     return [
@@ -75,7 +75,7 @@ def settings(output: str) -> list[str]:
 
 
 def run_loop(arguments: list[str]) -> int:
-    """Run the loop, which is on the terminal and gets the signals that this program gets. Returns its exit status."""
+    """Run the loop in the foreground, forward signals to it, and return its exit status."""
     loop = subprocess.Popen([sys.executable, "-m", "tools.run_spag", *arguments])
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -84,15 +84,15 @@ def run_loop(arguments: list[str]) -> int:
 
 
 def last_lines(loop: Loop) -> list[str]:
-    """The points of each epoch, where the report is, and the command that plays against the newest model."""
+    """Points by epoch, the report's path, and the command to play against the newest model."""
     output = Path(loop.output)
     matches = sorted(output.glob("epoch*/eval/matches.txt"), key=lambda path: epoch_of(path.parents[1]))
     points = [path.read_text(encoding="utf-8").splitlines()[-1] for path in matches]
     report = output / "report.html"
     models = [output / "imitation" / "model"]
     models += sorted(output.glob("epoch*/model"), key=lambda path: epoch_of(path.parent))
-    # The model hints at a word, the person has one guess.
-    merged = models[-1] / "merged"  # where lora_rank is set, the folder itself has adapters alone
+    # The model attacks; the person, as the defender, has one guess.
+    merged = models[-1] / "merged"  # with LoRA the folder itself holds only the adapters
     names = ("prompt_templates", "max_turns", "max_length", "max_new_tokens", "temperature")
     play = {
         "attacker_model_name_or_path": merged if merged.is_dir() else models[-1],
@@ -103,13 +103,13 @@ def last_lines(loop: Loop) -> list[str]:
         "model_prefix": "me",
         "data_suffix": "words",
     }
-    shown = [f"report, to open in a browser: {report}"] if report.is_file() else []
+    shown = [f"report (open it in a browser): {report}"] if report.is_file() else []
     flags = shlex.join(command_line(play))
     return [*points, *shown, f"play against the newest model: .venv/bin/python -m tools.play_llm_game {flags}"]
 
 
 def epoch_of(folder: Path) -> int:
-    """The number in the name of an epoch's folder: as texts, epoch10 would come before epoch2."""
+    """The epoch in a folder's name, as a number, because "epoch10" sorts before "epoch2"."""
     return int(folder.name.removeprefix("epoch"))
 
 

@@ -1,11 +1,11 @@
-"""The whole method: imitation, then epochs of self-play. An epoch is play, rows, training, a match and the report.
+"""All of SPAG: imitation, then epochs of self-play, each of which is play, rewards, training, a match and a report.
 
     python -m tools.run_spag configs/llama2_7b.toml output=outputs/spag seed=142 play.temperature=1.0
 
-Arguments are files of settings (TOML) and settings, KEY=VALUE; the last one counts, and configs/default.toml comes
-first. A file has a table for each stage, whose keys are the flags of the stage's program. A key above the tables is
-one of the loop's own settings, a flag that all stages share, or a flag of every stage that has it. A VALUE may be a
-list of TOML, and `KEY=` takes a setting back. The same command continues a loop that was stopped. A stage's log is
+Arguments are TOML files and KEY=VALUE settings. Later ones override earlier ones, and all override
+configs/default.toml. A file has one table per stage, whose keys are flags of that stage's program. A key above the
+tables is a setting of the loop, a flag shared by all stages, or sets that flag in every stage that has it. VALUE may
+be a TOML list; `KEY=` unsets a setting. To continue a stopped loop, rerun the same command. Each stage writes to
 OUTPUT/logs/STAGE.log.
 """
 
@@ -40,20 +40,20 @@ from tools.loop.settings import (
 )
 from tools.loop.stages import StageFailed, Stages, hold_lock, say
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of play and measures, by precision
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # precision -> dtype of play and evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The command of a stage: its program with `argv`, the arguments."""
+    """One command of the loop: a program and its arguments."""
 
     name: str
-    program: str | None = None  # None: nothing runs, but `until` may name the step
+    program: str | None = None  # None: nothing to run, but `until` may name the step
     argv: list[str] = field(default_factory=list)
     stage: str | None = None  # the table with its flags
-    processes: int | None = None  # on each machine; None: machine 0 runs it as one process
-    trained: str | None = None  # folder of the model, whose checkpoints are deleted when the training has ended
-    may_fail: bool = False  # the loop goes on if it fails
+    processes: int | None = None  # per machine; None: a single process on machine 0
+    trained: str | None = None  # model folder, whose checkpoints are deleted after training
+    may_fail: bool = False  # a failure does not stop the loop
 
 
 Steps = Callable[[Loop], Iterable[Step]]
@@ -64,20 +64,20 @@ Ended = Callable[[Loop, Step], None]
 
 
 def steps(loop: Loop) -> Iterator[Step]:
-    """The commands of all stages. Each starts from what those before it leave.
+    """The commands of all stages, in order.
 
-    While the loop runs, a step has ended before the next one is made, which may therefore depend on its results. The
-    checks at the start go through the steps as well, when there may be no results yet.
+    In a run each step has finished before the next one is created, so a step may depend on earlier results. The
+    checks at the start also iterate over the steps, before there are any results.
     """
     model = loop.imitation_model or loop.model  # the newest model
-    player = "imitation"  # its name in files
+    player = "imitation"  # its name in file names
     if imitates(loop):
         folder = f"{loop.output}/imitation/model"
         yield training_step(loop, "imitation", "imitation", folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
     else:
         yield Step(name="imitation")
-    # The opponent of all matches. If nothing is imitated, it is `imitation_model` or the base model, by this name.
+    # The opponent in all matches, called "imitation" even if it is `imitation_model` or the base model.
     imitation = model
     models = {"base": loop.model}
     if model != loop.model:
@@ -98,10 +98,10 @@ def steps(loop: Loop) -> Iterator[Step]:
         if "words" in loop.tables["match"] and epoch % loop.match_every == 0:
             yield match_step(loop, imitation, player, model)
         if "games" in loop.tables["belief"]:
-            # Base and imitation are measured once, with epoch 1: the games of belief are the same in all epochs.
+            # Base and imitation model are measured in epoch 1 only, because the belief games never change.
             yield belief_step(loop, models if epoch == 1 else {player: model})
         yield from report_steps(loop)
-    # Once, because its program makes one table of all models.
+    # Once at the end, because the program writes one table of all models.
     if "tasks" in loop.tables["reasoning"]:
         flags = {
             "models": name_equals_path(models),
@@ -113,12 +113,12 @@ def steps(loop: Loop) -> Iterator[Step]:
 
 
 def imitates(loop: Loop) -> bool:
-    """Whether imitation is trained. If not, `imitation_model` or the base model plays epoch 1."""
+    """Whether the loop trains an imitation model. If not, `imitation_model` or the base model plays epoch 1."""
     return "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
 
 
 def planned_steps(loop: Loop, steps: Steps = steps) -> Iterator[Step]:
-    """The steps up to the one that the setting `until` names. UserError if there is none of this name."""
+    """The steps up to and including `until`. UserError if no step has that name."""
     names = []
     for step in steps(loop):
         if step.program:
@@ -131,24 +131,21 @@ def planned_steps(loop: Loop, steps: Steps = steps) -> Iterator[Step]:
 
 
 def stage_step(loop: Loop, stage: str, name: str, flags: dict, defaults: Mapping = {}, **more) -> Step:
-    """The step of a stage, whose arguments are `defaults`, the flags of its table, and the `flags` that the loop sets.
-
-    Later ones replace earlier ones. `more` are further fields of the step.
-    """
-    # TensorFloat-32 as in the released commands, which have --bf16 and --tf32. precision=fp32 computes in full fp32.
+    """A stage's step. `flags`, set by the loop, override the stage's table, which overrides `defaults`."""
+    # The released commands combine --bf16 with --tf32. precision=fp32 means full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.tables[stage], **flags})
     return Step(name=name, program=TABLES[stage].program, argv=argv, stage=stage, **more)
 
 
 def training_step(loop: Loop, stage: str, name: str, folder: str, model: str, **flags) -> Step:
-    """The step in which `model` is trained. The same model is the reference of methods that have one.
+    """Train `model`, which also serves as the reference where the method has one.
 
-    In self-play it is the model that has just played, as the importance ratio needs.
+    In self-play that makes the reference the policy that sampled the games, as the importance ratio requires.
     """
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * table.per_device_train_batch_size
-    # A rounded accumulation would change the rows of a step, and so the results, with the number of GPUs.
+    # Rounding the accumulation steps would make the effective batch, and so the results, depend on the GPU count.
     if loop.global_batch % rows_at_once:
         factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
         raise UserError(f"global_batch={loop.global_batch} must be a multiple of {factors}")
@@ -163,21 +160,20 @@ def training_step(loop: Loop, stage: str, name: str, folder: str, model: str, **
     }
     if loop.precision != "fp32":
         flags[loop.precision] = True
-    # The reference takes this many rows at once. It has no backward pass, so they need less memory than in training.
+    # Micro-batch of the reference, which needs less memory because it has no backward pass.
     defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}
     return stage_step(loop, stage, name, flags, defaults, processes=loop.processes, trained=folder)
 
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
-    """The folder of the model that a training leaves: with LoRA, the model with its adapters merged."""
+    """Where training leaves the full model: with LoRA, the subfolder with merged adapters."""
     return f"{folder}/merged" if "lora_rank" in loop.tables[stage] else folder
 
 
 def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
-    """The step in which the newest model is trained on the rows of this epoch.
+    """Train the newest model on this epoch's rows.
 
-    Each epoch is a training of its own: optimizer and learning rate begin anew. So `epochs` may change between two
-    starts.
+    Optimizer and learning-rate schedule restart in every epoch, so `epochs` may be changed between two starts.
     """
     folder = f"{loop.output}/epoch{epoch}"
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
@@ -187,10 +183,10 @@ def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
 
 
 def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
-    """The step in which the newest model plays against itself.
+    """Self-play of the newest model.
 
-    Each epoch has its own seed. With one seed for all, an epoch would repeat draws of the epoch before it: those of
-    games, of the prompts of rows, and of the order of rows in training.
+    The seed differs by epoch. Otherwise every epoch would repeat the random draws of the one before: sampling, the
+    prompts of rows, and the order of rows in training.
     """
     flags = {
         "attacker_model_name_or_path": model,
@@ -206,7 +202,7 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
-    """How many processes of this machine play: each uses `tensor_parallel_size` GPUs."""
+    """Processes that play on this machine, with `tensor_parallel_size` GPUs each."""
     gpus = loop.of(stage).tensor_parallel_size
     if loop.processes % gpus:
         raise UserError(f"processes={loop.processes} must be a multiple of {stage}.tensor_parallel_size, {gpus}")
@@ -214,7 +210,7 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 
 
 def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
-    """The one or two steps in which the rows of the games, or of a control, are made: epochK/rows/rows.json."""
+    """Make epochK/rows/rows.json from the games or, for a control, from the winners' rows."""
     name, rows = f"epoch{epoch}_rewards", f"epoch{epoch}/rows/rows.json"
     if not loop.control:
         yield rewards_step(loop, epoch, name, episodes, f"{loop.output}/{rows}")
@@ -224,29 +220,28 @@ def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
         source = f"{loop.output}/epoch{epoch}/rows/winners.json"
         yield rewards_step(loop, epoch, f"epoch{epoch}_winners", episodes, source)
     elif not Path(source).is_file():
-        raise UserError(f"control={loop.control}: {source} is missing, rows of the run that `like` names")
+        raise UserError(f"control={loop.control}: {source} is missing; it should hold the rows of the `like` run")
     flags = {"rows": source, "output": f"{loop.output}/{rows}"} | flags_of_control(loop, epoch)
     yield Step(name=name, program="tools/controls.py", argv=[loop.control, *command_line(flags)])
 
 
 def rewards_step(loop: Loop, epoch: int, name: str, episodes: str, output: str) -> Step:
-    """The step in which games become rows."""
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
-    # A thought answers the prompt that it was written to, so its row needs this prompt. Other prompts are refused.
+    # A thought belongs to the prompt that produced it, so training must use play's prompts.
     defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}
     return stage_step(loop, "rewards", name, flags, defaults)
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
-    """The base model's: each training writes the tokenizer of its model beside the new one."""
+    """The base model's, because training never changes the tokenizer."""
     return loop.model if loop.of("rewards").chat_template else None
 
 
 def flags_of_control(loop: Loop, epoch: int) -> dict:
-    """The flags of a control that the loop knows: those of [rewards] with the same name, and some more."""
+    """Flags of a control that the loop can fill in: those it shares with [rewards], and some more."""
     table = loop.of("training")
-    is_by_step = table.loss_normalization == "step"  # over how many rows the loss is averaged
+    is_by_step = table.loss_normalization == "step"  # the loss is averaged over a step, not a micro-batch
     known = {
         **loop.tables["rewards"],
         "tokenizer": tokenizer_of_rows(loop),
@@ -259,9 +254,9 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
 
 
 def match_step(loop: Loop, imitation: str, player: str, model: str) -> Step:
-    """The step in which the newest model plays against imitation.
+    """The newest model against the imitation model.
 
-    The opponent is the same in all epochs, and in all runs with the same imitation model: so their points compare.
+    All epochs, and all runs that share the imitation model, have the same opponent, so their points are comparable.
     """
     flags = {
         "players": name_equals_path({"imitation": imitation, player: model}),
@@ -273,13 +268,13 @@ def match_step(loop: Loop, imitation: str, player: str, model: str) -> Step:
 
 
 def belief_step(loop: Loop, models: dict[str, str]) -> Step:
-    """The step that measures what the hints of some games tell these models."""
+    """Measure what the hints of stored games tell these models."""
     player = list(models)[-1]
     play_flags = loop.of("play")
     flags = {
         "models": name_equals_path(models),
         "output_dir": f"{loop.output}/{player}/belief",
-        # Play cuts prompts to this length, because max_length counts the reply too. In belief it counts the prompt.
+        # The longest prompt of play: play's max_length includes the reply, belief's does not.
         "max_length": play_flags.max_length - play_flags.max_new_tokens,
         "dtype": DTYPES[loop.precision],
     }
@@ -287,7 +282,7 @@ def belief_step(loop: Loop, models: dict[str, str]) -> Step:
 
 
 def report_steps(loop: Loop) -> Iterator[Step]:
-    """The step that updates the report, unless `report` is false. Without a report no results are lost."""
+    """Update the report, unless `report` is false. It may fail, because no results depend on it."""
     game = {name: loop.tables["play"].get(name) for name in ("game", "game_options")}
     if loop.report:
         argv = [loop.output, *command_line(game)]
@@ -295,7 +290,6 @@ def report_steps(loop: Loop) -> Iterator[Step]:
 
 
 def name_equals_path(models: dict[str, str]) -> list[str]:
-    """Models by name as arguments NAME=PATH."""
     return [f"{name}={model}" for name, model in models.items()]
 
 
@@ -303,9 +297,9 @@ def name_equals_path(models: dict[str, str]) -> list[str]:
 
 
 def main(steps: Steps = steps, ended: Ended | None = None) -> None:
-    """Run the loop of the command line; a script of one's own may give it other steps.
+    """Run the loop. A script may pass its own `steps`.
 
-    `ended` is called after each step, also after one whose work was done in an earlier start.
+    `ended` is called after every step, including those that an earlier start had already finished.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"}.intersection(argv):
@@ -317,8 +311,8 @@ def main(steps: Steps = steps, ended: Ended | None = None) -> None:
     loop = dataclasses.replace(loop, **became)
     plan = planned_steps(loop, steps)
     stages = Stages(loop.output, loop.machine)
-    # Machine 0 alone has the lock and the record: the others work in the same output, at the same run. check=true
-    # takes no lock, so that it works while a loop is running.
+    # Only machine 0 takes the lock and writes the record, because all machines share one output. check=true takes no
+    # lock, so that it works while a loop is running.
     if loop.machine == 0 and not loop.check:
         stages.lock = hold_lock(loop.output)
     if loop.machine == 0:
@@ -333,9 +327,9 @@ def main(steps: Steps = steps, ended: Ended | None = None) -> None:
 
 
 def run(loop: Loop, plan: Iterable[Step], stages: Stages, ended: Ended | None = None) -> None:
-    """Run the steps, one at a time: a launch uses all GPUs. Delete the checkpoints of each training that has ended.
+    """Run the steps one at a time, because each uses all GPUs, and delete the checkpoints of finished trainings.
 
-    A further start runs each program again, and the program itself sees that its work is done.
+    A restart runs every program again; each detects by itself that its work is done.
     """
     begin = time.monotonic()
     for step in plan:
@@ -352,19 +346,19 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages, ended: Ended | None = 
         if ended:
             ended(loop, step)
     if loop.until:
-        say(f"stopped after {loop.until}, as the setting until says")
+        say(f"stopped after {loop.until}, as set by until")
     else:
-        say(f"finished in {(time.monotonic() - begin) / 60:.0f} min; everything is in {loop.output}")
+        say(f"finished in {(time.monotonic() - begin) / 60:.0f} min; results are in {loop.output}")
 
 
 def command(loop: Loop, step: Step) -> list[str]:
-    """The command line of a step, by torchrun if it has several processes."""
+    """A step's command line, with torchrun if it needs several processes."""
     program = [str(ROOT / str(step.program)), *step.argv]
     if not is_launched(loop, step):
         return [sys.executable, *program]
-    # Machine 0 alone runs the stages of one process. The others wait for it at the next launch, up to a day. is_host
-    # says who opens the port, which torch would guess by host names. Each launch has an id of its own, so that
-    # machines at different stages do not meet.
+    # While machine 0 runs single-process stages, the others wait at the next rendezvous, for up to a day. is_host says
+    # who opens the port; torch would guess from host names. Ids differ by step, so that machines at different stages
+    # do not join the same launch.
     launcher = {
         "nproc_per_node": step.processes,
         "nnodes": loop.machines,
@@ -381,29 +375,28 @@ def is_launched(loop: Loop, step: Step) -> bool:
 
 
 def threads(loop: Loop, step: Step) -> dict[str, str]:
-    """torchrun would give each process one thread; under offload the optimizer needs more."""
+    """OMP_NUM_THREADS for torchrun, whose default of 1 starves the CPU optimizer under offload."""
     if "OMP_NUM_THREADS" in os.environ or not is_launched(loop, step):
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // step.processes))}
 
 
 def delete_checkpoints(folder: str) -> None:
-    """Delete the checkpoints of a training that has ended: at 7B one has 94 GB, and only a killed one needs it."""
+    """Delete a finished training's checkpoints: at 7B each takes 94 GB."""
     for path in Path(folder).glob("checkpoint-*"):
         try:
             shutil.rmtree(path)
         except OSError as error:
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {path} cannot be deleted and stays: {error}\n")
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: could not delete {path}: {error}\n")
 
 
 def help_text() -> str:
-    """The settings of the loop itself, and the commands that show the flags of the stages."""
     lines = [__doc__.strip(), "", "settings of the loop:"]
     for name, own in OWN.items():
         default = "required" if own.default is dataclasses.MISSING else f"default: {own.default}"
         lines.append(f"  {name:23}{own.metadata['help']} ({default})".replace(" (default: None)", ""))
-    lines += ["", f"flags that all stages share, above the tables: {' '.join(sorted(SHARED))}"]
-    lines += ["", "tables, and the command that shows the flags of each:"]
+    lines += ["", f"flags shared by all stages, set above the tables: {' '.join(sorted(SHARED))}"]
+    lines += ["", "tables, and how to list the flags of each:"]
     lines += [f"  {f'[{stage}]':23}python {table.program} --help" for stage, table in TABLES.items()]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""What is looked at before the first stage: files, words, prompts, and what `auto` becomes on this machine.
+"""Checks before the first stage: files, words, prompts, stages' flags, and what `auto` means on this machine.
 
-A process of its own asks for the GPUs and makes the arguments of both trainings: one that has asked for a GPU keeps
-some of its memory, and its children would inherit what torch and DeepSpeed leave in the environment.
+A child process queries the GPUs and builds the arguments of both trainings, because a process that has touched a GPU
+holds some of its memory and passes what torch and DeepSpeed set in the environment on to its children.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from tools.games.flags import GameChoice
 from tools.games.game import Game
 from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, parser_of, prefix_errors
 
-ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may be data sets of the hub
+ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may name data sets of the hub
 RELEASED = "data/released_prompts.json"
 MAKE_RELEASED = f", made by python -m tools.prepare_data prompts --release data/released_utils.py --output {RELEASED}"
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_inputs(loop: Loop) -> list[str]:
-    """Check what no program checks at its own start. Returns the words of an epoch, in the order of their games."""
-    play = {stage: loop.of(stage) for stage in TABLES}["play"]  # all values are read first
+    """Check what no program checks at its own start. Returns an epoch's words in the order of their games."""
+    play = {stage: loop.of(stage) for stage in TABLES}["play"]  # parse all tables first
     check_limits(loop)
     if errors := [*missing_files(loop), *missing_packages(loop)]:
         raise UserError("; ".join(errors))
@@ -56,15 +56,15 @@ def check_limits(loop: Loop) -> None:
     if loop.seed + loop.epochs >= 2**32:  # numpy takes no larger seed
         raise UserError(f"seed={loop.seed}: seed + epochs, the last epoch's seed, must be below {2**32}")
     if loop.machines > 1 and loop.rendezvous == OWN["rendezvous"].default:
-        raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, where machine 0 is reached")
+        raise UserError(f"machines={loop.machines} needs rendezvous=HOST:PORT, the address of machine 0")
     if loop.machine >= loop.machines:
-        raise UserError(f"machine={loop.machine}: machines={loop.machines}, and their numbers begin with 0")
+        raise UserError(f"machine={loop.machine}: machines={loop.machines}, and the first is machine 0")
 
 
 def missing_files(loop: Loop) -> Iterator[str]:
-    """A phrase for each file that is named and missing, those of stages that may be hours away too."""
+    """A phrase for each missing input file of any stage, even one that would start hours later."""
     paths = [loop.words, loop.first_episodes, None if loop.deepspeed in (AUTO, NONE) else loop.deepspeed]
-    # Any other name may be one of the hub, even if it looks like a path.
+    # Any other name may be on the hub, even if it looks like a path.
     paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
     rows = []
     for stage, table in TABLES.items():
@@ -84,7 +84,7 @@ def missing_files(loop: Loop) -> Iterator[str]:
 
 
 def missing_packages(loop: Loop) -> Iterator[str]:
-    # `lm_eval` is the command of the harness, which may be installed in another environment.
+    # `lm_eval` names the harness's command, which may be installed in another environment.
     if "tasks" in loop.tables["reasoning"] and "lm_eval" not in loop.tables["reasoning"]:
         try:
             require("lm_eval", "lm-eval==0.4.13")
@@ -93,45 +93,44 @@ def missing_packages(loop: Loop) -> Iterator[str]:
 
 
 def check_rows(loop: Loop, game: Game) -> None:
-    """Raise UserError for rows that training would refuse, and for a belief that cannot be measured."""
+    """UserError for rows that training would refuse, and for games in which belief is undefined."""
     rewards, training = loop.of("rewards"), loop.of("training")
     negative = rewards.losers or rewards.ties
     if negative and not training.detach_kl and not training.allow_negative_rewards:
-        raise UserError("[rewards] losers and ties make rewards below 0, which need training.detach_kl=True")
+        raise UserError("[rewards] losers and ties give negative rewards, which need training.detach_kl=True")
     if "games" in loop.tables["belief"]:
         if game.answer(game.example_task) is None:
-            raise UserError(f"[belief] {game.title} has no message that names a secret; leave belief.games out")
+            raise UserError(f"[belief] {game.title} has no message that names a secret; unset belief.games")
         if loop.of("play").thinking:
-            raise UserError("[belief] asks for messages without thoughts; leave belief.games out with thinking")
+            raise UserError("[belief] does not support thinking; unset belief.games or thinking")
 
 
 def check_control(loop: Loop) -> None:
-    """Raise UserError for a control without the rows that it takes."""
+    """UserError for a control whose rows the settings do not provide."""
     rewards = loop.of("rewards")
     if loop.control == "cloning" and (rewards.losers or rewards.ties):
-        raise UserError("control=cloning copies winners; take back rewards.losers and rewards.ties")
+        raise UserError("control=cloning imitates winners; unset rewards.losers and rewards.ties")
     if not loop.plays_games and not loop.like:
-        raise UserError(f"control={loop.control} needs like, the run whose rows it takes")
+        raise UserError(f"control={loop.control} needs like=DIR, the run whose rows it uses")
 
 
 def check_sft_rows(model: str, path: str | None, trust_remote_code: bool) -> None:
-    """Raise UserError for SFT rows that cannot be read and for messages without a chat template, before hours of play.
+    """UserError for unreadable SFT rows and for `messages` without a chat template, before hours of play.
 
-    What a template says of a single row, training finds.
+    Rows that a template rejects are found only in training.
     """
     rows = read_records(path, read_row) if path else []
     if not any("messages" in row for row in rows):
         return
     if not load_tokenizer(model, trust_remote_code=trust_remote_code).chat_template:
-        raise UserError(f"{path}: messages need a chat template, and the tokenizer of {model} has none")
+        raise UserError(f"{path}: messages need a chat template, which the tokenizer of {model} lacks")
 
 
 def check_layout(loop: Loop, game: Game) -> None:
-    """Raise UserError for rows of imitation in another layout than that of play.
+    """UserError if imitation rows and play differ in prompts or chat template.
 
-    The model learns to answer the prompts that it imitates, and would meet those of play unprepared. A record beside
-    the rows names their layout. If imitation is still to be trained, rows without a record that hold games must hold
-    one of play's rule texts somewhere.
+    The model would meet prompts in play that it has not learned to answer. A record beside the rows names their
+    layout. Rows of games without a record must contain one of play's rule texts, unless imitation has finished.
     """
     play = loop.of("play")
     prompt_file = play.prompt_templates or game.prompt_file
@@ -140,9 +139,9 @@ def check_layout(loop: Loop, game: Game) -> None:
     tokenizer = load_tokenizer(loop.model, trust_remote_code=runs_code)
     prompts.check_special_texts(game, templates, special_texts(tokenizer))
     chat = template_digest(tokenizer, loop.model, play.thinking) if play.chat_template else None
-    if loop.imitation_model:  # which rows it has learned is not known here; its prompts are the user's affair
+    if loop.imitation_model:  # its training rows are unknown
         return
-    foreign = []  # of other people, or of tools/controls.py
+    foreign = []  # rows without a layout: other people's, or made by tools/controls.py
     for path in loop.of("imitation").train_data_path or ():
         record = rows_record(path)
         made = read_json(record)["settings"] if record.is_file() else {}
@@ -151,7 +150,7 @@ def check_layout(loop: Loop, game: Game) -> None:
             continue
         of_play = (chat, play.thinking, files_setting(prompt_file)["sha256"])
         if (made["chat_template"], bool(made.get("thinking")), made["prompt_templates"]["sha256"]) != of_play:
-            how = f"its chat template, thinking or prompts are not those of play ({loop.model}, {prompt_file})"
+            how = f"chat template, thinking or prompts differ from play's ({loop.model}, {prompt_file})"
             raise UserError(f"{path}: {how}")
     if foreign and not is_finished(Path(loop.output, "imitation", "model")):
         check_rules(foreign, templates, prompt_file)
@@ -163,32 +162,32 @@ def is_finished(model: Path) -> bool:
 
 
 def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
-    """Raise UserError for rows of games that hold none of play's rules; warn of rows that hold no game."""
+    """UserError for rows of games that contain none of play's rule texts; a warning for rows without games."""
     rows = bare([read_records(path) for path in paths])
-    # The first prompt of each game has this text, in the authors' rows too.
+    # The first prompt of every game contains this text, in the authors' rows too.
     if bare(prompts.NO_HISTORY) not in rows:
-        logger.warning("%s: no record says how these rows were made; are their prompts those of play?", paths)
+        logger.warning("%s: no record says how these rows were made; check that their prompts are play's", paths)
         return
     for rule in templates[prompts.RULES]:
         if all(bare(part) in rows for part in prompts.SLOT.split(rule)[::2]):
             return
-    remedy = f"take prompt_templates={RELEASED}{MAKE_RELEASED}; else make rows by tools/assign_rewards.py"
-    rules = f"these games have none of play's rules ({prompt_file})"
+    remedy = f"set prompt_templates={RELEASED}{MAKE_RELEASED}; otherwise make rows with tools/assign_rewards.py"
+    rules = f"these games contain none of play's rule texts ({prompt_file})"
     raise UserError(f"{' '.join(paths)}: {rules}; for the authors' rows {remedy}")
 
 
 def template_digest(tokenizer, model: str, thinking: bool) -> str:
-    """The digest of a chat template, as records of rows have it. UserError if play or rows cannot use it."""
-    from tools.games.chat import ChatTemplate  # brings transformers
+    """A chat template's digest, as recorded with rows. UserError if play or rows cannot use the template."""
+    from tools.games.chat import ChatTemplate  # imports transformers
 
     return ChatTemplate(tokenizer, model, thinking).sha256
 
 
 def bare(value) -> str:
-    """A text or a list as JSON without any blanks, and without the quotes or brackets around it.
+    """A string or list as JSON without whitespace and without its outer quotes or brackets.
 
-    A rule text, made bare, can be looked for in bare rows: their JSON escapes characters in the same way, and other
-    line breaks and blanks do not matter.
+    A bare rule text is a substring of bare rows that contain it, because JSON escapes both in the same way and
+    differences in whitespace vanish.
     """
     text = json.dumps(value, ensure_ascii=False).replace("\\n", " ")
     return "".join(text.split())[1:-1]
@@ -198,12 +197,12 @@ def bare(value) -> str:
 
 
 def ask(loop: Loop, plan: Callable[[Loop], Iterable]) -> dict:
-    """What `auto` becomes on this machine. UserError for a command of the plan that its program would refuse.
+    """What `auto` means on this machine. UserError for a command of the plan that its program would refuse.
 
-    The child is forked from this process, which has imported transformers and not asked for a GPU: it starts at once.
+    Forking is safe because this process has not touched a GPU, and fast because it has imported transformers.
     """
     forked = multiprocessing.get_context("fork")
-    # At Ctrl-C the child just ends.
+    # Ctrl-C just ends the child.
     with ProcessPoolExecutor(1, forked, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as child:
         return child.submit(_answer_and_check, loop, plan).result()
 
@@ -216,13 +215,13 @@ def _answer_and_check(loop: Loop, plan: Callable[[Loop], Iterable]) -> dict:
 
 
 def answer(loop: Loop) -> dict:
-    """Values for what is `auto`. UserError for GPUs that cannot be used, are too few, or too small for a match."""
+    """Values for `auto` settings. UserError for GPUs that are unusable, too few, or too small for a match."""
     import torch
 
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
-        raise UserError("PyTorch cannot use the GPUs; is their driver too old? CUDA_VISIBLE_DEVICES= hides them")
-    # GPUs before Ampere emulate bf16, most CPUs too: that is slow
+        raise UserError("PyTorch cannot use the GPUs; is the driver too old? CUDA_VISIBLE_DEVICES= hides them")
+    # GPUs before Ampere and most CPUs emulate bf16, which is slow.
     if gpus:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -245,16 +244,15 @@ def answer(loop: Loop) -> dict:
 
 
 def choose_deepspeed(loop: Loop, gpus: int, memory: int) -> str:
-    """The first way of training that fits GPUs of `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
+    """The first strategy that fits GPUs with `memory` bytes: none, ZeRO-2, ZeRO-3, or offload to the CPU.
 
-    Computed, not measured on a GPU, in bytes a parameter: weights, gradients and Adam in fp32, and half-precision
-    copies. With LoRA, if all trainings have adapters: frozen half-precision weights, and adapters of a hundredth of
-    the parameters. ZeRO-2 is not tried with LoRA, because it splits only what belongs to trained parameters.
-    A reference that is another model than the policy is not counted, nor are rows of a micro-batch and their length.
+    Estimated in bytes per parameter, not measured on a GPU: weights, gradients and Adam in fp32, and half-precision
+    copies. If all trainings use LoRA: frozen half-precision weights, and adapters with 1% of the parameters; then
+    ZeRO-2 would not help, because it shards only the state of trained parameters. A separate reference model and
+    activations are not counted.
     """
-    # 18: 4 weights + 4 gradients + 8 Adam + 2 copies. 22: DDP has 4 bytes of gradients more, in its buckets.
-    # ZeRO-2 splits 16, fp32 gradients and the optimizer's state; 4 are counted whole, half-precision weights and
-    # gradients. ZeRO-3 splits all 20.
+    # 18 = 4 weights + 4 gradients + 8 Adam + 2 copies. DDP's buckets add 4 bytes of gradients: 22. ZeRO-2 shards 16
+    # (fp32 gradients, weights and Adam) and keeps 4 (half-precision weights and gradients). ZeRO-3 shards all 20.
     ways = {NONE: 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
     imitates = "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
     if all("lora_rank" in loop.tables[stage] for stage in (TRAININGS if imitates else ["training"])):
@@ -267,16 +265,16 @@ def choose_deepspeed(loop: Loop, gpus: int, memory: int) -> str:
 
 
 def check_match(loop: Loop, precision: str, memory: int) -> None:
-    """Raise UserError for two models that do not fit the GPUs of one process together."""
-    models = 2 * count_parameters(loop.model) * (4 if precision == "fp32" else 2)  # bytes of their weights
+    """UserError if two models do not fit together on the GPUs of one process."""
+    models = 2 * count_parameters(loop.model) * (4 if precision == "fp32" else 2)  # bytes of weights
     room = 0.9 * loop.of("match").tensor_parallel_size * memory  # vLLM's share of a GPU
     if models > room:
-        sizes = f"{models / 2**30:.0f} GiB, and they may take {room / 2**30:.0f} GiB"
-        raise UserError(f"match.words: the two models of a match have {sizes}; match.words= leaves matches out")
+        sizes = f"{models / 2**30:.0f} GiB, but only {room / 2**30:.0f} GiB are available"
+        raise UserError(f"match.words: the two models of a match need {sizes}; match.words= skips matches")
 
 
 def count_parameters(model: str) -> float:
-    """The parameters of a model, by the bytes of its safetensors."""
+    """A model's parameter count, from the size of its safetensors."""
     folder = model_folder(model)
     config = read_json(folder / "config.json")
     bytes_of_one = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
@@ -284,9 +282,9 @@ def count_parameters(model: str) -> float:
 
 
 def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
-    """Make the arguments of a training as train.py will, and look for LoRA's layers. UserError for what it refuses.
+    """Build a training's arguments as train.py will, and find LoRA's layers. UserError for what train.py would refuse.
 
-    Numbers of a DeepSpeed file are left to train.py, which knows how many processes there are.
+    A DeepSpeed file is not checked, because its numbers depend on the launch.
     """
     import arguments
 
@@ -306,7 +304,7 @@ def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
 
 
 def check_commands(loop: Loop, plan: Iterable) -> None:
-    """Let each program read its command, hours before it may begin."""
+    """Parse every command with its program's parser, hours before it may run."""
     seen = set()
     for step in plan:
         if step.program == "tools/controls.py":

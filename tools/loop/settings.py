@@ -1,7 +1,7 @@
-"""The settings of a loop: read from files of TOML and KEY=VALUE, taken from another run, and recorded.
+"""The loop's settings: read from TOML files and KEY=VALUE, inherited from another run, and recorded.
 
-A setting has a name, `epochs` or `play.temperature`, and a value, a text or a list of texts, as it would stand on the
-command line of the stage's program. That program's own parser reads it.
+A setting has a name, such as `epochs` or `play.temperature`, and a value, a string or list of strings as on the
+command line of the stage's program, whose own parser parses it.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ AUTO = "auto"
 NONE = "none"
 DEFAULTS = ROOT / "configs" / "default.toml"
 FORMAT = 3  # of OUTPUT/settings.json
-LORA_RATE = "1e-4"  # merging adapters into bf16 weights loses smaller updates
-PRECISION = ("bf16", "fp16", "dtype")  # flags that the setting `precision` sets
+LORA_RATE = "1e-4"  # smaller updates are lost when adapters are merged into bf16 weights
+PRECISION = ("bf16", "fp16", "dtype")  # flags set by `precision`
 Value = str | list[str]
-Settings = dict[str, Value | None]  # by name; None: taken back
+Settings = dict[str, Value | None]  # by name; None: unset
 
 
 def whole_number_or_auto(text: str) -> int | str:
@@ -63,69 +63,65 @@ def boolean_or_auto(text: str) -> bool | str:
 
 @dataclass(kw_only=True)
 class OwnSettings(FlagGroup):
-    """The settings of the loop itself. All others are flags of a stage.
+    """The loop's own settings; all others are flags of a stage.
 
-    Models, games and words are not compared here, because the programs that read them compare their content.
+    Models, games and words have compared=False, because the programs that read them compare their content.
     """
 
-    model: str = flag("base model: a folder, or a name on the hub", compared=False)
-    words: str = flag("word list of self-play, one word a line", compared=False)
-    output: str = flag("folder of all results", compared=False)
+    model: str = flag("base model: a folder or a name on the hub", compared=False)
+    words: str = flag("word list for self-play, one word per line", compared=False)
+    output: str = flag("folder for all results", compared=False)
     imitation_model: str | None = flag(
-        "a trained imitation model, instead of training one", default=None, compared=False
+        "use this imitation model instead of training one", default=None, compared=False
     )
-    first_episodes: str | None = flag("file of episodes, instead of playing epoch 1", default=None, compared=False)
+    first_episodes: str | None = flag("use these episodes instead of playing epoch 1", default=None, compared=False)
     like: str | None = flag(
-        "output of another run: its settings, its imitation model and its games of epoch 1",
+        "output of another run, whose settings, imitation model and epoch 1 games are reused",
         default=None,
         compared=False,
     )
-    control: str | None = flag("rows of a control (configs/README.md)", default=None, choices=tuple(CONTROLS))
+    control: str | None = flag("train on a control's rows (configs/README.md)", default=None, choices=tuple(CONTROLS))
     until: str | None = flag(
-        "stop after this stage, such as imitation or epoch1_play; without it the same command goes on",
+        "stop after this stage, such as imitation or epoch1_play; rerun without it to continue",
         default=None,
         compared=False,
     )
     epochs: int = flag("epochs of self-play", default=3, at_least=0, compared=False)
     seed: int = flag(
-        "seed of play, rows and training; epoch k adds k, so take seeds that are further apart",
+        "seed of play, rows and training; epoch k uses seed + k, so choose seeds more than `epochs` apart",
         default=42,
         at_least=0,
     )
-    max_words: int | None = flag("play only this number of words, the first of the list", default=None, at_least=1)
-    games_per_word: int = flag("games of each word in an epoch", default=1, at_least=1)
-    global_batch: int = flag("rows of an optimizer step, over all processes", default=128, at_least=1)
-    match_every: int = flag(
-        "a match follows each epoch whose number is a multiple of this", default=1, at_least=1, compared=False
-    )
+    max_words: int | None = flag("play only the first this many words of the list", default=None, at_least=1)
+    games_per_word: int = flag("games per word in each epoch", default=1, at_least=1)
+    global_batch: int = flag("rows per optimizer step, over all processes", default=128, at_least=1)
+    match_every: int = flag("play a match every this many epochs", default=1, at_least=1, compared=False)
     machines: int = flag(
-        "machines; the same command runs on each, with `output` shared", default=1, at_least=1, machine=True
+        "machines; run the same command on each, with a shared `output`", default=1, at_least=1, machine=True
     )
-    machine: int = flag("number of this machine, from 0", default=0, at_least=0, machine=True)
+    machine: int = flag("index of this machine, from 0", default=0, at_least=0, machine=True)
     processes: int | str = flag(
-        "processes of this machine; auto: one for each GPU, else 1",
+        "processes on this machine; auto: one per GPU, else 1",
         default=AUTO,
         type=whole_number_or_auto,
         machine=True,
     )
     precision: str = flag(
-        "numbers of training and play; auto: bf16 where GPU or CPU compute it, else fp16 on GPUs, fp32 on CPUs",
+        "of training and play; auto: bf16 if the hardware supports it, else fp16 on GPUs and fp32 on CPUs",
         default=AUTO,
         choices=(AUTO, "bf16", "fp16", "fp32"),
     )
     gradient_checkpointing: bool | str = flag(
         "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto, machine=True
     )
-    deepspeed: str = flag(
-        "a configuration of DeepSpeed, none, or auto: by the GPUs' memory", default=AUTO, machine=True
-    )
-    # With port 0 torch takes a free one, so that several loops can run on one machine.
+    deepspeed: str = flag("a DeepSpeed configuration, none, or auto: chosen by GPU memory", default=AUTO, machine=True)
+    # Port 0 lets torch pick a free one, so that several loops can run on one machine.
     rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0", machine=True)
     rendezvous_id: str = flag(
-        "name of the launch, which keeps machines of another launch out", default="spag", machine=True
+        "name of this launch; machines join only launches of the same name", default="spag", machine=True
     )
-    report: bool = flag("make report.html after each epoch", default=True, compared=False)
-    check: bool = flag("end after the checks, and print the command of each stage", default=False, compared=False)
+    report: bool = flag("write report.html after each epoch", default=True, compared=False)
+    check: bool = flag("only run the checks and print the command of each stage", default=False, compared=False)
 
 
 OWN = {each.name: each for each in flag_fields(OwnSettings)}
@@ -133,11 +129,11 @@ OWN = {each.name: each for each in flag_fields(OwnSettings)}
 
 @dataclass(frozen=True)
 class Table:
-    """A stage: its program and what the loop knows of the program's flags.
+    """A stage: its program, and what the loop needs to know about the program's flags.
 
-    `flags`: their dataclass; None: train.py's, which brings transformers. `set_by_loop`: the loop sets them, so no
-    setting may. `inputs`: they name files, or rows that may be a data set of the hub. `results`: once there are such
-    files in OUTPUT, the stage has begun; none for measures, whose table may change at any time.
+    `flags`: their dataclass, or None for train.py, whose flags would import transformers. `set_by_loop`: flags that no
+    setting may change. `inputs`: flags that name files or data sets of the hub. `results`: patterns of files in
+    OUTPUT that show that the stage has begun; empty for evaluation, whose settings may change at any time.
     """
 
     program: str
@@ -192,20 +188,20 @@ SHARED = {
     for each in (flag_fields(table.flags) if table.flags else ())
     if each.metadata["shared"]
 }
-# Own and shared settings and tables that decide about the imitation model, and further ones about the first games.
+# Settings and tables that determine the imitation model, and those that also determine the first games.
 OF_IMITATION = SHARED | {"model", "precision", "imitation"}
 OF_GAMES = {"words", "max_words", "games_per_word", "seed", "play"}
 
 
 @dataclass(kw_only=True)
 class Loop(OwnSettings):
-    """All settings of a loop: its own as attributes, and the flags of each stage."""
+    """All settings: the loop's own as attributes, stages' flags in `tables`."""
 
     tables: dict[str, dict[str, Value]] = field(default_factory=dict)
     given: Settings = field(default_factory=dict)  # by name
 
     def of(self, stage: str) -> Namespace:
-        """The values of a stage's flags as its parser reads them, defaults too. UserError that names the table."""
+        """A stage's flags as its program parses them, including defaults. A UserError names the table."""
         with prefix_errors(f"[{stage}] "):
             read = parser_of(stage).parse_args(command_line(self.tables[stage], joined=True))
             if flags := TABLES[stage].flags:
@@ -222,17 +218,17 @@ class Loop(OwnSettings):
 
     @property
     def plays_games(self) -> bool:
-        """Some controls take the rows of another run instead."""
+        """False for controls that take another run's rows."""
         return self.control_class is None or self.control_class.plays_games
 
 
 @functools.cache
 def parser_of(stage: str) -> ArgumentParser:
-    """The parser of a stage's program, in which no flag is required: a table lacks the flags that the loop sets."""
+    """A stage's parser with no flag required, because tables lack the flags that the loop sets."""
     if flags := TABLES[stage].flags:
         parser: ArgumentParser = build_parser(flags)
     else:
-        import arguments  # brings transformers, which takes 5 s
+        import arguments  # imports transformers, which takes 5 s
 
         parser = arguments.build_parser()
     for action in parser._actions:
@@ -248,9 +244,9 @@ def flags_of(stage: str) -> set[str]:
 
 
 def command_line(flags: Mapping[str, Any], *, joined: bool = False) -> list[str]:
-    """A command line: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None leaves a flag out.
+    """Flags as arguments: {"n": 3, "names": ["a", "b"]} gives --n 3 --names a b. None omits a flag.
 
-    With `joined`, --n=3: so a flag that is true or false refuses another value, instead of standing alone before it.
+    With `joined`, --n=3, so that argparse refuses a wrong value of a boolean flag instead of reading the flag alone.
     """
     argv = []
     for name, value in flags.items():
@@ -263,7 +259,7 @@ def command_line(flags: Mapping[str, Any], *, joined: bool = False) -> list[str]
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Begin the message of a UserError in this block with where it arose: a parser only knows its flag."""
+    """Prefix UserErrors of this block with `where`, because a parser knows only its flag."""
     try:
         yield
     except UserError as error:
@@ -272,7 +268,7 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 def has_reference(train_method: str) -> bool:
-    """Whether a method of train.py compares with a reference model."""
+    """Whether a training method uses a reference model."""
     import arguments
 
     return arguments.REFERENCE_NAME in arguments.METHOD_ARGUMENTS.get(train_method, {})
@@ -282,10 +278,10 @@ def has_reference(train_method: str) -> bool:
 
 
 def read_loop(arguments: Iterable[str]) -> Loop:
-    """The loop of a command line: files of settings and KEY=VALUE, of which the last one counts."""
+    """The loop of a command line: TOML files and KEY=VALUE, of which later ones override earlier ones."""
     changes: Settings = {}
     for argument in arguments:
-        changes |= read_argument(argument.strip("\r"))  # of $(cat FILE) with Windows' line ends
+        changes |= read_argument(argument.strip("\r"))  # from $(cat FILE) with Windows line endings
     if like := changes.get("like"):
         return begin_like(str(like), changes)
     base = read_file(DEFAULTS)
@@ -293,9 +289,9 @@ def read_loop(arguments: Iterable[str]) -> Loop:
 
 
 def read_argument(argument: str) -> Settings:
-    """The settings of KEY=VALUE, or of a file, whose path may have a "=" too.
+    """The settings of KEY=VALUE, or of a file, whose path may contain "=".
 
-    A VALUE that is a list or a quoted text of TOML is read so; any other is a text, and empty takes the setting back.
+    A VALUE that is a TOML list or quoted TOML string is parsed; any other is taken literally. Empty unsets.
     """
     name, equals, value = argument.partition("=")
     if not equals or "/" in name or os.path.isfile(argument):
@@ -307,7 +303,7 @@ def read_argument(argument: str) -> Settings:
 
 
 def read_file(path: str | Path) -> Settings:
-    """The settings of a TOML file. Keys above its tables come first, so a key of a table counts more."""
+    """The settings of a TOML file, in which keys of tables override keys above the tables."""
     try:
         tree = tomllib.loads(read_text(path), parse_float=str)
     except tomllib.TOMLDecodeError as error:
@@ -318,7 +314,7 @@ def read_file(path: str | Path) -> Settings:
             if name not in TABLES:
                 settings |= settings_of_key(name, tree[name])
             elif not isinstance(tree[name], dict):
-                raise UserError(f"{name}: it is a table, [{name}], with keys below it")
+                raise UserError(f"{name} is a table; write [{name}] with its keys below")
             else:
                 for key, value in tree[name].items():
                     settings |= settings_of_key(f"{name}.{key}", value)
@@ -326,27 +322,27 @@ def read_file(path: str | Path) -> Settings:
 
 
 def settings_of_key(name: str, value: Any) -> Settings:
-    """The settings that one key means: a flag above the tables is a setting of every stage that has it."""
+    """The settings that one key stands for: a flag above the tables is set in every stage that has it."""
     if isinstance(value, dict):
-        what = "write it as a text of JSON" if "." in name else f"there is no table [{name}]{nearest(name, TABLES)}"
+        what = "write it as a JSON string" if "." in name else f"there is no table [{name}]{nearest(name, TABLES)}"
         raise UserError(f"{name}: {what}")
     if name in OWN and isinstance(value, list):
-        raise UserError(f"{name}: it takes one value")
+        raise UserError(f"{name}: takes one value, not a list")
     texts = [to_text(name, each) for each in value] if isinstance(value, list) else to_text(name, value)
     return dict.fromkeys(names_of_key(name), texts or None)
 
 
 def names_of_key(name: str) -> list[str]:
-    """The names of the settings that a key means. UserError for one that nothing takes, or that the loop sets."""
+    """The settings that a key stands for. UserError for an unknown key or one that the loop sets."""
     table, dot, key = name.rpartition(".")
     if not dot and (name in OWN or name in SHARED):
         return [name]
     if dot and table not in TABLES:
         raise UserError(f"{name}: there is no table [{table}]{nearest(table, TABLES)}")
     if key in PRECISION:
-        raise UserError(f"{name}: the setting `precision` sets this flag (bf16, fp16 or fp32)")
+        raise UserError(f"{name}: set by `precision` (bf16, fp16 or fp32)")
     if re.search(r"[_-]token$", key):
-        raise UserError(f"{name}: a token would stand in records and logs; export HF_TOKEN=... instead")
+        raise UserError(f"{name}: the token would end up in records and logs; export HF_TOKEN=... instead")
     having = [stage for stage in ([table] if dot else TABLES) if key in flags_of(stage)]
     if not having and dot:
         raise UserError(f"{name}: no flag of {TABLES[table].program}{nearest(key, flags_of(table))}")
@@ -354,7 +350,7 @@ def names_of_key(name: str) -> list[str]:
         known = set(OWN).union(*map(flags_of, TABLES))
         raise UserError(f"{name}: neither a setting of the loop nor a flag of a stage{nearest(key, known)}")
     if key in SHARED:
-        raise UserError(f"{name}: all stages share {key}; write it above the tables, without [{table}]")
+        raise UserError(f"{name}: all stages share {key}; set it above the tables, not in [{table}]")
     names = [f"{stage}.{key}" for stage in having if key not in TABLES[stage].set_by_loop]
     if not names:
         raise UserError(f"{name}: the loop sets this flag")
@@ -363,21 +359,21 @@ def names_of_key(name: str) -> list[str]:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
-    return f"; the nearest that exists: {close[0]}" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def to_text(name: str, value: Any) -> str:
-    """A value as a text, in which ~ and $ROOT are replaced."""
+    """A value as a string, with ~ and $ROOT expanded."""
     text = re.sub(r"\$ROOT\b", lambda _: str(ROOT), str(value).strip("\r"))
-    # $NAME, ${NAME}, $(a command), or a $ that stands alone. No shell reads a file of settings: it would stay there.
+    # $NAME, ${NAME}, $(command) or a lone $, which no shell would expand in a settings file.
     if other := re.search(r"\$(\w+|\{\w*\}?|\(.*?\)|)", text):
-        raise UserError(f"{name}: {other[0]} is not replaced; write the path, ~ or $ROOT")
-    # ~ as a whole path or as its first part, where the text begins or behind a =, as in NAME=~/model
+        raise UserError(f"{name}: {other[0]} is not expanded; write the path, ~ or $ROOT")
+    # ~ at the start of a path, also after "=" as in NAME=~/model
     return re.sub(r"(?:(?<=^)|(?<==))~(?=/|$)", lambda _: os.path.expanduser("~"), text)
 
 
 def learning_rates(base: Settings, changes: Settings) -> Settings:
-    """The learning rates of trainings that get adapters, or lose them, without a learning rate of their own."""
+    """Learning rates for trainings in which `changes` turn LoRA on or off without setting a learning rate."""
     rates: Settings = {}
     for stage in TRAININGS:
         lora_rank, learning_rate = f"{stage}.lora_rank", f"{stage}.learning_rate"
@@ -389,11 +385,11 @@ def learning_rates(base: Settings, changes: Settings) -> Settings:
 
 
 def make_loop(settings: Settings) -> Loop:
-    """The loop of these settings. A shared one goes to the table of each stage that has the flag."""
+    """Build a Loop. A shared setting goes into the table of each stage that has the flag."""
     given = {name: value for name, value in settings.items() if value is not None}
     for name in ("model", "words", "output"):
         if name not in given:
-            raise UserError(f"{name}=... is missing (--help shows the settings)")
+            raise UserError(f"{name}=... is missing (--help lists the settings)")
     argv = command_line({name: value for name, value in given.items() if name in OWN}, joined=True)
     with prefix_errors(""):
         own = parse_flags(OwnSettings, argv, description="")
@@ -405,13 +401,13 @@ def make_loop(settings: Settings) -> Loop:
     return Loop(**vars(own), tables=tables, given=given)
 
 
-# Differences, and a run like another.
+# Differences between runs, and `like`.
 
 
 def differences(then: Loop, now: Loop, *, paths: bool = False) -> dict[str, str]:
-    """A phrase for each setting that has another value and is compared; with `paths`, also for those that name files.
+    """A phrase for each compared setting that differs; with `paths`, also for settings that name files.
 
-    What is not given has its program's default on both sides.
+    A setting that was not given has its program's default on both sides.
     """
     found = {}
     for name, own in OWN.items():
@@ -428,14 +424,14 @@ def differences(then: Loop, now: Loop, *, paths: bool = False) -> dict[str, str]
 
 
 def real_paths(value: Any) -> Any:
-    """A value to compare: paths that exist in their absolute form; an empty list is none."""
+    """A value for comparison: existing paths made absolute, an empty list as None."""
     if isinstance(value, list):
         return [real_paths(each) for each in value] or None
     return os.path.realpath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
 def compares(stage: str, name: str, values: Namespace) -> bool:
-    """Whether the loop's record compares this flag of a stage. Programs compare the content of their files."""
+    """Whether a difference in this flag makes it another run. Inputs do not: programs compare their content."""
     table = TABLES[stage]
     if name in table.inputs:
         return False
@@ -448,9 +444,9 @@ def compares(stage: str, name: str, values: Namespace) -> bool:
 
 
 def begin_like(folder: str, changes: Settings) -> Loop:
-    """A loop with the settings of another run, its imitation model and its games of epoch 1.
+    """A loop with another run's settings, imitation model and epoch 1 games.
 
-    UserError if a changed setting decides about imitation or games, and nothing says what takes their place.
+    UserError if a changed setting would change the imitation model or those games and no replacement is given.
     """
     stored, became = settings_of_like(folder, changes.get("output"))
     base = {name: value for name, value in stored.items() if name not in ("like", "control", "until", "check")}
@@ -462,20 +458,20 @@ def begin_like(folder: str, changes: Settings) -> Loop:
     changed = set(differences(then, dataclasses.replace(loop, precision=precision), paths=True))
     of_imitation = {name for name in changed if name.partition(".")[0] in OF_IMITATION}
     of_games = {name for name in changed if name.partition(".")[0] in OF_GAMES} | of_imitation
-    of_games |= {"imitation_model"} & changes.keys()  # a model trains on its own games
+    of_games |= {"imitation_model"} & changes.keys()  # a model must train on its own games
     has_games = base["first_episodes"] and loop.plays_games
     needed = {"imitation_model": of_imitation, "first_episodes": of_games if has_games else of_imitation}
     if missing := [f"{name}=" for name, why in needed.items() if why and name not in changes]:
         why = ", ".join(sorted(set().union(*needed.values())))
-        remedy = f"add {' '.join(missing)} (empty: made anew; a path: kept)"
-        raise UserError(f"like={folder}: its imitation or games would be others with another {why}; {remedy}")
+        remedy = f"add {' '.join(missing)} (empty: make it again; a path: use that one)"
+        raise UserError(f"like={folder}: its imitation model or games do not fit a changed {why}; {remedy}")
     return loop
 
 
 def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]:
-    """The settings of the run in `folder`, with its first games, and what `auto` became there.
+    """The settings of the run in `folder` with its first games, and the values that it chose for `auto`.
 
-    The other run may go on: once a stage of the run in `output` has begun, this one's own record has them.
+    That run may still be going on. Once a stage in `output` has begun, the copy in `output`'s own record is used.
     """
     if output and has_begun(str(output)) and Path(str(output), "settings.json").is_file():
         record = read_record(str(output))
@@ -489,12 +485,12 @@ def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]
 
 
 def imitation_of(folder: str, then: Loop) -> str | None:
-    """The imitation model of a run. None: the base model plays."""
+    """A run's imitation model; None if its base model plays."""
     if then.imitation_model or "train_data_path" not in then.tables["imitation"]:
         return then.imitation_model
     trained = Path(folder, "imitation", "model")
     if not (trained / "settings.json").is_file() or not read_json(trained / "settings.json")["finished"]:
-        raise UserError(f"like={folder}: its imitation has not ended; the same command of that run continues")
+        raise UserError(f"like={folder}: its imitation is unfinished; rerun that run's command to continue it")
     return str(trained / "merged" if "lora_rank" in then.tables["imitation"] else trained)
 
 
@@ -502,27 +498,26 @@ def imitation_of(folder: str, then: Loop) -> str | None:
 
 
 def has_begun(output: str) -> bool:
-    """Whether a stage whose settings count has left results."""
+    """Whether any stage whose settings are compared has left results."""
     return any(any(Path(output).glob(pattern)) for table in TABLES.values() for pattern in table.results)
 
 
 def check_record(loop: Loop, words: list[str]) -> None:
-    """Raise UserError if a stage has begun in OUTPUT and settings or words differ that change results."""
+    """UserError if a stage has begun in OUTPUT and a result-changing setting or the words differ."""
     path = Path(loop.output, "settings.json")
     if not path.is_file() or not has_begun(loop.output):
         return
     record = read_record(loop.output)
     then = make_loop(with_folders(record["settings"], loop.output) | {"output": loop.output})
     then = dataclasses.replace(then, precision=record["became"]["precision"])
-    way = f"begin anew by like={loop.output} output=..."
+    way = f"start a new run with like={loop.output} output=..."
     if different := differences(then, loop):
         raise UserError(f"{path}: made with other settings ({'; '.join(different.values())}); {way}")
     if read_words(path.with_name("words.txt")) != words:
-        raise UserError(f"words={loop.words}: OUTPUT/words.txt has other words; put the list back, or {way}")
+        raise UserError(f"words={loop.words} differs from OUTPUT/words.txt; restore the list or {way}")
 
 
 def is_setting(name: str) -> bool:
-    """Whether this version knows a recorded setting."""
     try:
         return bool(names_of_key(name))
     except UserError:
@@ -530,7 +525,7 @@ def is_setting(name: str) -> bool:
 
 
 def write_record(loop: Loop, became: Mapping, words: list[str]) -> None:
-    """Write OUTPUT/settings.json and words.txt, over those of an earlier start: what was given, and what it became."""
+    """Write OUTPUT/settings.json (the settings given and the values chosen for `auto`) and OUTPUT/words.txt."""
     record = {"format": FORMAT, "settings": without_folders(loop.given, loop.output)}
     record["became"] = without_folders(became, loop.output)
     record["made_by"] = made_by()
@@ -542,18 +537,18 @@ def write_record(loop: Loop, became: Mapping, words: list[str]) -> None:
 
 
 def read_record(folder: str | Path) -> dict:
-    """The record of a loop. UserError where there is none, and for one of an older version."""
+    """A loop's record. UserError if it is missing or of another format."""
     path = Path(folder, "settings.json")
     if not path.is_file():
-        raise UserError(f"{path}: no such file; is {folder} the output of a loop?")
+        raise UserError(f"{path}: no such file; is {folder} a loop's output?")
     record = read_json(path)
     if record.get("format") != FORMAT:
-        raise UserError(f"{path}: of an older version of the loop; begin anew in another folder")
+        raise UserError(f"{path}: written by an older version of the loop; use another output")
     return record
 
 
 def without_folders(settings: Settings, output: str) -> Settings:
-    """Settings in which files of OUTPUT and of the project are named relative to these folders, which may move."""
+    """Settings with paths in OUTPUT and the project written as $OUTPUT/... and $ROOT/..., because both may move."""
     names = {in_json(folder): "$OUTPUT" for folder in (Path(output), os.path.realpath(output))} | {
         in_json(ROOT): "$ROOT"
     }
@@ -562,15 +557,12 @@ def without_folders(settings: Settings, output: str) -> Settings:
 
 
 def with_folders(settings: Settings, output: str) -> Settings:
-    """The inverse of `without_folders`, with the places where OUTPUT and the project are now.
-
-    Settings that this version does not know are left out.
-    """
+    """The inverse of `without_folders`, for the folders' present locations. Drops settings that no longer exist."""
     known = {name: value for name, value in settings.items() if is_setting(name)}
     text = json.dumps(known).replace("$OUTPUT", in_json(Path(output))).replace("$ROOT", in_json(ROOT))
     return json.loads(text)
 
 
 def in_json(folder: str | Path) -> str:
-    """A path as it stands inside the texts of JSON."""
+    """A path as escaped inside a JSON string."""
     return json.dumps(str(folder))[1:-1]

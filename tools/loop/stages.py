@@ -1,8 +1,8 @@
-"""How the loop runs the programs of its stages: logs, the bar, signals, and the lock of a folder of results.
+"""Running stages as processes: logs, progress bar, signals, and the lock on an output folder.
 
-A stage is a process, so that its GPU memory, and what torch and DeepSpeed leave in the environment, end with it. The
-program runs in a session of its own: Ctrl-C reaches the loop alone, which then ends the program by `end_group`. Its
-output goes to a file, OUTPUT/logs/STAGE.log. A pipe would break if the loop were killed, and the program with it.
+A stage is a separate process so that its GPU memory and environment changes vanish when it ends, and has its own
+session so that Ctrl-C reaches only the loop, which then stops it by `end_group`. Its output goes to a file,
+OUTPUT/logs/STAGE.log: if the loop were killed, a pipe would break and take the program with it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from tools.common.files import ROOT
 from tools.common.programs import INTERRUPTED
 from tools.common.ranks import LAUNCHER_VARIABLES
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm may send USR1 before it ends a job
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm can send USR1 before a job's end
 TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM
-GRACE = 7  # seconds that the processes of a stage have to end by themselves; the loop then ends within 10
-ERROR = ".py: error: "  # in the line of a program that refuses
-TAIL = 20  # lines of a failed stage that are shown if none of them is an error of ours
+GRACE = 7  # seconds between SIGTERM and SIGKILL; the loop then ends within 10
+ERROR = ".py: error: "  # marks the error line of our programs
+TAIL = 20  # lines to show of a failed stage without such a line
 logger = logging.getLogger(__name__)
 
 
 class StageFailed(UserError):
-    """A program of a stage ended with an error; its message is on the terminal already."""
+    """A stage's program failed; its error has already been printed."""
 
 
 def say(text: str) -> None:
@@ -43,26 +43,23 @@ def say(text: str) -> None:
 
 
 class Stages:
-    """Runs one program after the other. From the first one on, a signal ends the program at work and then the loop."""
+    """Runs programs one after another. A signal stops the running program and then the loop."""
 
     def __init__(self, output: str, machine: int = 0):
         self.logs = Path(output, "logs")
         self.machine = machine
-        self.lock: int | None = None  # descriptor that the programs inherit
+        self.lock: int | None = None  # file descriptor that the programs inherit
         self.signal: int | None = None
         for number in STOPPING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._note_signal)
 
     def _note_signal(self, number: int, frame) -> None:
-        # To raise here could leave a program behind that Popen has just started. `_wait` looks at it twice a second.
+        # Raising here could orphan a program that Popen is just starting, so `_wait` polls this twice a second.
         self.signal = number
 
     def run(self, name: str, command: Sequence[str], **variables: str) -> None:
-        """Run a program to its end, with these environment variables. StageFailed if its exit status is not 0.
-
-        Each start adds to the stage's log: a line with the time and the command, then what the program writes.
-        """
+        """Run a program with additional environment variables, appending to the stage's log. StageFailed on error."""
         if self.signal:
             self._stop(name)
         log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
@@ -72,7 +69,7 @@ class Stages:
         with open(log, "ab") as file:
             file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())
             file.flush()
-            start = file.tell()  # of what the program writes
+            start = file.tell()  # where the program's output starts
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -84,7 +81,7 @@ class Stages:
             )
         try:
             status = self._wait(child, log, name)
-        finally:  # also if the terminal is gone, where a bar cannot be shown
+        finally:  # also if the terminal is gone and showing the bar raised
             if child.poll() is None:
                 end_group(child)
         lines = [line for line in pieces(log, start) if line.strip()]
@@ -95,7 +92,7 @@ class Stages:
         report_end(name, lines, time.monotonic() - begin)
 
     def _wait(self, child: subprocess.Popen, log: Path, name: str) -> int:
-        """The exit status of a program, whose bar is on the terminal meanwhile. A signal ends it and the loop."""
+        """Show a program's progress bar until it ends, and return its exit status. A signal stops it and the loop."""
         with bar_of(log) as show:
             while True:
                 if self.signal:
@@ -106,23 +103,23 @@ class Stages:
                 show()
 
     def _stop(self, name: str) -> NoReturn:
-        sys.stderr.write(f"\n{Path(sys.argv[0]).name}: stopped in {name}; the same command continues\n")
+        sys.stderr.write(f"\n{Path(sys.argv[0]).name}: stopped in {name}; rerun the same command to continue\n")
         sys.exit(INTERRUPTED if self.signal == signal.SIGINT else TERMINATED)
 
 
 def environment() -> dict[str, str]:
-    """The environment of all programs: the loop launches by itself, whatever has launched it."""
+    """The environment of all programs, without variables of a launcher that may have started the loop."""
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Rows differ in length, which would leave gaps of memory that later rows cannot use.
+    # Rows of different lengths would otherwise fragment GPU memory.
     variables.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return variables
 
 
 def end_group(child: subprocess.Popen) -> None:
-    """End a program and all that it has started, within GRACE seconds by themselves, then by SIGKILL.
+    """Stop a program and all its descendants: SIGTERM, then SIGKILL after GRACE seconds.
 
-    The workers of torchrun and of vLLM are in sessions of their own, so a signal to the group does not reach them.
+    Workers of torchrun and vLLM have their own sessions, so a signal to the process group does not reach them.
     """
     processes = family(child.pid)
     with contextlib.suppress(ProcessLookupError):
@@ -140,7 +137,7 @@ def end_group(child: subprocess.Popen) -> None:
 
 
 def family(pid: int) -> set[psutil.Process]:
-    """What a process has started, and what that has started."""
+    """All descendants of a process."""
     with contextlib.suppress(psutil.Error):
         return set(psutil.Process(pid).children(recursive=True))
     return set()
@@ -153,7 +150,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def pieces(log: Path, start: int) -> list[str]:
-    """What a log holds behind its first `start` bytes: lines, and states of bars, which end by a carriage return."""
+    """A log from byte `start` on, split at line ends and at the carriage returns of progress bars."""
     with open(log, "rb") as file:
         file.seek(start)
         text = file.read().decode(errors="replace").replace("\x1b[A", "").replace("\r", "\n")
@@ -161,8 +158,8 @@ def pieces(log: Path, start: int) -> list[str]:
 
 
 def report_end(name: str, lines: Sequence[str], took: float) -> None:
-    """Show a program's warnings, how long it took, and its last line."""
-    # Each once: several processes may log the same warning, and only the time and the rank before it differ.
+    """Print a program's warnings, its duration and its last line."""
+    # Deduplicated, because ranks may log the same warning, with another time and rank before it.
     for warning in sorted({line.partition(" WARNING ")[2] for line in lines if " WARNING " in line}):
         print(f"WARNING: {warning}")
     minutes, seconds = divmod(int(took), 60)
@@ -172,11 +169,11 @@ def report_end(name: str, lines: Sequence[str], took: float) -> None:
 
 
 def how_it_failed(status: int) -> str:
-    """What an exit status says. Below 0 it is the number of a signal; the kernel kills where memory is short."""
+    """A phrase for an exit status, which is minus the signal's number for a killed program."""
     if status == -signal.SIGKILL:
-        return "was ended by SIGKILL (often too little memory)"
+        return "was killed by SIGKILL (often out of memory)"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was killed by {signal.Signals(-status).name}"
     return "failed"
 
 
@@ -186,7 +183,7 @@ def is_bar(line: str) -> bool:
 
 @contextlib.contextmanager
 def bar_of(log: Path) -> Iterator:
-    """Yield a function that shows the newest bar of a log on the terminal; the block's end takes it away."""
+    """Yield a function that shows a log's newest progress bar; the bar is erased when the block ends."""
     if not sys.stdout.isatty():
         yield lambda: None
         return
@@ -205,17 +202,17 @@ def bar_of(log: Path) -> Iterator:
 
 
 def hold_lock(folder: str) -> int | None:
-    """Keep other loops out of a folder until this process and all that inherit the descriptor have ended.
+    """Lock a folder until this process and all that inherit the returned descriptor have ended.
 
-    UserError if another loop has the lock; None where the file system knows no locks.
+    UserError if another loop holds the lock; None if the file system has no locks.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(Path(folder, ".loop.lock"), os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{folder}: another loop is at work here; end that one first") from None
+        raise UserError(f"{folder}: another loop is running here; stop it first") from None
     except OSError as error:
-        logger.warning("%s: no file locks here (%s); run one loop at a time", folder, error)
+        logger.warning("%s: this file system has no locks (%s); run only one loop here", folder, error)
         return None
     return descriptor
