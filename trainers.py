@@ -55,7 +55,7 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
-    This is the definition. Training computes the same without making all logits (`label_logprob`).
+    This is the definition. Training computes the same without making all logits (`label_logits`).
     """
     predicting = logits[:, :-1]
     targets = labels[:, 1:]
@@ -91,7 +91,7 @@ def sft_kl_loss(
     everywhere = torch.ones_like(weights)
     metrics = _ratio_metrics(log_ratio, everywhere) | {
         "sft_loss": (-logprob * weights).sum().detach() / num_rows,
-        "kl": _over_rows(kl, everywhere),
+        "kl": over_rows(kl, everywhere),
     }
     return loss, metrics
 
@@ -135,11 +135,11 @@ def offline_po_loss(
     policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
     sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
     metrics = _ratio_metrics(log_ratio, game_mask) | {
-        "log_ratio_positive": _over_rows(log_ratio, game_mask * (rewards > 0)),
-        "log_ratio_negative": _over_rows(log_ratio, game_mask * (rewards < 0)),
+        "log_ratio_positive": over_rows(log_ratio, game_mask * (rewards > 0)),
+        "log_ratio_negative": over_rows(log_ratio, game_mask * (rewards < 0)),
         "policy_loss": policy_loss.detach(),
         "sft_loss": sft_part.detach(),
-        "clip_fraction": _over_rows((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
+        "clip_fraction": over_rows((advantage * ratio > advantage * clipped_ratio).float(), game_mask),
     }
     return policy_loss + sft_coeff * sft_part, metrics
 
@@ -150,7 +150,7 @@ def _divide(total: Tensor, count: Tensor | float) -> Tensor:
     return total / torch.where(count == 0, 1.0, count)  # asks no GPU for the count, which would wait for it
 
 
-def _over_rows(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def over_rows(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the values where the mask is 1, and how many these are."""
     return (values * mask).sum().detach(), mask.sum()
 
@@ -159,8 +159,8 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
     ratio = log_ratio.detach().exp()
     largest = torch.where(mask.bool(), ratio, 0.0).max()
     return {
-        "log_ratio": _over_rows(log_ratio, mask),
-        "ratio": _over_rows(ratio, mask),
+        "log_ratio": over_rows(log_ratio, mask),
+        "ratio": over_rows(ratio, mask),
         "ratio_max": (largest, mask.sum()),
     }
 
@@ -216,6 +216,11 @@ def label_logits(
         return model(**inputs).logits[0]
 
 
+def scored_logprob(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Log-probability of each scored token under the logits of `label_logits`: (scored tokens,)."""
+    return token_logprob(logits, batch["labels"].flatten()[_scored_positions(batch) + 1])
+
+
 def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
     labels = batch["labels"]
@@ -227,9 +232,7 @@ def label_logprob(
     model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
 ) -> Tensor:
     """`sequence_logprob` of a forward pass, with the arguments of `label_logits`: (batch,)."""
-    logits = label_logits(model, module, batch, pads_left=pads_left)
-    targets = batch["labels"].flatten()[_scored_positions(batch) + 1]
-    return row_means(token_logprob(logits, targets), batch)
+    return row_means(scored_logprob(label_logits(model, module, batch, pads_left=pads_left), batch), batch)
 
 
 def _scored_positions(batch: dict[str, Tensor]) -> Tensor:
@@ -299,7 +302,7 @@ class SPAGTrainer(Trainer):
 
     flags: ClassVar[dict[str, dataclasses.Field]] = {}
     reads_reference = False  # the loss gets `ref_logprobs`; there must be a reference model
-    scores_tokens = False  # `score` gives a number for each scored token, and not one for each row
+    scores_tokens = False  # `logprobs` are numbers of scored tokens, and not means over rows
     reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
     learns_from_games = False  # the loss gets rewards: there must be rows of games; SFT rows need no reference
 
@@ -354,17 +357,26 @@ class SPAGTrainer(Trainer):
             if self.module.can_generate():
                 self.module.generation_config.save_pretrained(folder)
 
-    def score(self, model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-        """What the loss compares of policy and reference: (batch,), or (scored tokens,) with `scores_tokens`."""
-        return label_logprob(model, module, batch, pads_left=self.data_collator.pad_left)
+    def score(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What loss and metrics read of the logits at labels, (scored tokens, vocabulary): tensors by name.
+
+        `logprobs` are (batch,), or with `scores_tokens` (scored tokens,). Those of the reference are the batch's
+        `ref_logprobs`.
+        """
+        logprobs = scored_logprob(logits, batch)
+        return {"logprobs": logprobs if self.scores_tokens else row_means(logprobs, batch)}
+
+    def forward(self, model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`score` of a forward pass of the policy or the reference, with the models of `label_logits`."""
+        return self.score(label_logits(model, module, batch, pads_left=self.data_collator.pad_left), batch)
 
     def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the collator's tensors and `logprobs`."""
+        """The loss of a micro-batch, and its metrics. `batch` holds the tensors of the collator and of `score`."""
         raise NotImplementedError
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
-        batch = inputs | {"logprobs": self.score(model, self.module, inputs)}
+        batch = inputs | self.forward(model, self.module, inputs)
         denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
         loss, metrics = self.method_loss(batch, denominators)
         if self.module.training:
@@ -438,7 +450,7 @@ class SPAGTrainer(Trainer):
         self.data_collator.tables[name] = table
 
     def compute_reference(self, rows: Dataset) -> dict[int, np.ndarray]:
-        """`score` of the rows under the reference; 0 for those that the loss does not compare with it.
+        """`logprobs` of the rows under the reference; 0 for those that the loss does not compare with it.
 
         The rows, longest first, are cut into chunks of one batch for each rank: batches then have little padding, and
         the first one shows whether memory is enough. If it is not, give a smaller --per_device_eval_batch_size, which
@@ -469,8 +481,8 @@ class SPAGTrainer(Trainer):
             of_batch = compared[places % len(compared)]
             batch = self._prepare_inputs(self.data_collator(rows.select(of_batch).to_list()))
             with torch.no_grad(), self.accelerator.autocast():  # as in the policy's forward pass
-                scores = self.score(model, module, batch).cpu().numpy()
-            for place, row, numbers in zip(places, of_batch, split_by_row(scores, sizes[of_batch]), strict=True):
+                logprobs = self.forward(model, module, batch)["logprobs"].cpu().numpy()
+            for place, row, numbers in zip(places, of_batch, split_by_row(logprobs, sizes[of_batch]), strict=True):
                 if place < len(compared):
                     yield row, numbers
 

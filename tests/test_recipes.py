@@ -14,17 +14,19 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from helpers import ENVIRONMENT, ROOT, call, flags_of, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
+from dataloaders import IGNORE_INDEX, encode_example
 from tools import assign_rewards, controls, play_llm_game, run_spag, spag
 from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
 from tools.controls import Control
 from tools.players import make
 from tools.players.player import Player
 from tools.selfplay.rows import is_sft
-from trainers import TRAIN_METHODS, OfflinePOTrainer
+from trainers import TRAIN_METHODS, OfflinePOTrainer, over_rows, row_means
 
 CHAIN = '''
 from pathlib import Path
@@ -224,6 +226,37 @@ def test_a_metric_is_a_name_with_a_sum_and_a_count(tiny_model, tmp_path, monkeyp
     call(train.main, *training(tiny_model, tmp_path, **method))
     first, *_ = read_json(tmp_path / "out/trainer_state.json")["log_history"]
     assert first["reward"] == pytest.approx((1 + 0.25) / 2)
+
+
+class WithEntropy(OfflinePOTrainer):
+    """Logs the mean entropy of the policy at the targets of game rows, in nats per token."""
+
+    def score(self, logits, batch):
+        logprobs = logits.detach().float().log_softmax(-1)  # (scored tokens, vocabulary)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return super().score(logits, batch) | {"entropies": row_means(entropy, batch)}
+
+    def method_loss(self, batch, denominators):
+        loss, metrics = super().method_loss(batch, denominators)
+        return loss, metrics | {"entropy": over_rows(batch["entropies"], 1 - batch["sft_mask"])}
+
+
+def test_a_number_of_each_row_is_a_name_in_its_score(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setitem(TRAIN_METHODS, "OfflinePO", WithEntropy)  # in the project: a line of `score`, one of the loss
+
+    # Run it: at the first step the policy is the model of the folder.
+    method = {"train_method": "OfflinePO", "ref_model_name_or_path": tiny_model}
+    call(train.main, *training(tiny_model, tmp_path, **method))
+    first, *_ = read_json(tmp_path / "out/trainer_state.json")["log_history"]
+    model, tokenizer = (kind.from_pretrained(tiny_model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    entropies = []
+    for row in GAME_ROWS:
+        encoded = encode_example(row, tokenizer)
+        with torch.no_grad():
+            logits = model(torch.tensor([encoded["input_ids"]])).logits[0, :-1]
+        scored = torch.tensor(encoded["labels"][1:]) != IGNORE_INDEX
+        entropies.append(torch.distributions.Categorical(logits=logits[scored]).entropy().mean().item())
+    assert first["entropy"] == pytest.approx(fmean(entropies), rel=1e-4)
 
 
 # The lines of a flag of play, each before the line named. Parser, --help, bounds and records follow from the first;

@@ -31,7 +31,6 @@ from tools.common import checkpoints, models
 from tools.common.errors import UserError
 from tools.common.files import read_json, write_json
 from tools.common.models import load_model, load_tokenizer
-from trainers import label_logprob
 
 RUNS = load_golden("train_run.json")["runs"]
 ROWS = load_golden("train_data.json")
@@ -128,10 +127,11 @@ def recorded_settings(name: str, tmp_path) -> dict:
     return settings | {"train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": "none"}
 
 
-def released_score(trainer, model, module, batch):
+def released_score(trainer, logits, batch):
     """The release divides by one token more in the one row that the cut makes start at a label (Deviations)."""
     labels = batch["labels"] != -100
-    return label_logprob(model, module, batch, pads_left=False) * labels[:, 1:].sum(1) / labels.sum(1)
+    means = trainers.row_means(trainers.scored_logprob(logits, batch), batch)
+    return {"logprobs": means * labels[:, 1:].sum(1) / labels.sum(1)}
 
 
 @pytest.mark.parametrize("name", ["sft_plain", "sft_kl_other_ref", "offline_po_other_ref"])
@@ -313,10 +313,6 @@ class ByToken(trainers.OfflinePOTrainer):
     """Self-play with a ratio for each token; a row's cost is the mean over its tokens."""
 
     scores_tokens = True
-
-    def score(self, model, module, batch):
-        logits = trainers.label_logits(model, module, batch, pads_left=False)
-        return trainers.token_logprob(logits, batch["labels"].flatten()[batch["scored_positions"] + 1])
 
     def method_loss(self, batch, denominators):
         log_ratio = batch["logprobs"] - batch["ref_logprobs"]  # (scored tokens,)
