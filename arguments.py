@@ -26,7 +26,7 @@ from tools.common.flags import check_values, defaults, flag, flag_fields, is_com
 from tools.common.models import model_setting
 from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
-from trainers import REFERENCE_NAME, TRAIN_METHODS
+from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
@@ -115,7 +115,12 @@ class SPAGArguments(MethodArguments):
         "Rows of a micro-batch of one process.",
         default=8,
         at_least=1,
-        compared=lambda args: args.loss_normalization == "micro_batch",  # over which the loss is then averaged
+        compared=lambda args: args.loss_normalization == MICRO_BATCH,  # over which the loss is then averaged
+    )
+    loss_normalization: str | None = flag(
+        "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
+        default=None,
+        choices=[MICRO_BATCH, "step"],
     )
     per_device_eval_batch_size: int = flag(
         "Rows at once in evaluation and for the reference.", default=8, at_least=1, machine=True
@@ -268,7 +273,7 @@ def check_flags(args: SPAGArguments | Namespace) -> None:
     _check_later_use(args)
     set_method_defaults(args)
     # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
-    if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == "micro_batch":
+    if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == MICRO_BATCH:
         raise UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
 
 

@@ -36,6 +36,7 @@ from tools.common.ranks import on_rank_0, rank
 
 REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that read the reference
 REFERENCE = "ref_logprobs"  # the log-probabilities of the rows under it
+MICRO_BATCH = "micro_batch"  # of --loss_normalization
 
 # What a loss returns beside itself, with the same names in every micro-batch. A pair (sum, count) is added up over
 # micro-batches and ranks, and logged as sum / count. A part of the loss is a plain tensor, which counts once for each
@@ -292,15 +293,17 @@ class RebalancedEpochs(TrainerCallback):
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
 
-    A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, its flags, and what it reads; parser,
-    checks, --help, recorded settings and model card follow from these. Its docstring is its help.
+    A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, the flags that are the coefficients of
+    its loss, and what it reads; parser, checks, --help, recorded settings and model card follow from these. Its
+    docstring is its help.
 
     The frozen reference model is not loaded if no row is compared with it, if a run that continues has stored its
     numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its adapters off, or
     before its first step if both are the same checkpoint.
     """
 
-    flags: ClassVar[dict[str, dataclasses.Field]] = {}
+    flags: ClassVar[dict[str, dataclasses.Field]] = {}  # the coefficients of its loss
+    averages_rows = True  # over a micro-batch or a step; False: the loss is a mean over the tokens of a step
     reads_reference = False  # the loss gets `ref_logprobs`; there must be a reference model
     scores_tokens = False  # `logprobs` are numbers of scored tokens, and not means over rows
     reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
@@ -309,11 +312,17 @@ class SPAGTrainer(Trainer):
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The flags that this method uses and others refuse, with their defaults."""
-        defaults = {REFERENCE_NAME: None} if cls.reads_reference else {}
-        defaults |= {name: each.default for name, each in cls.flags.items()}
-        if cls.learns_from_games:
-            defaults["allow_no_game_rows"] = False
-        return defaults
+        defaults: dict[str, Any] = {REFERENCE_NAME: None} if cls.reads_reference else {}
+        defaults |= {"loss_normalization": MICRO_BATCH} if cls.averages_rows else {}
+        defaults |= {"allow_no_game_rows": False} if cls.learns_from_games else {}
+        return defaults | {name: each.default for name, each in cls.flags.items()}
+
+    @classmethod
+    def coefficients(cls, args: TrainingArguments | None = None) -> dict[str, Any]:
+        """The flags, or without `args` their defaults, as arguments of the loss: --lm_kl_coeff is its `kl_coeff`."""
+        return {
+            name.removeprefix("lm_"): getattr(args, name) if args else each.default for name, each in cls.flags.items()
+        }
 
     def __init__(self, *, args: TrainingArguments, **kwargs):
         with user_errors("the Trainer", ValueError, ImportError):
@@ -410,7 +419,7 @@ class SPAGTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches or self.args.loss_normalization == "micro_batch":
+        if not batches or self.args.loss_normalization == MICRO_BATCH:
             return batches, None
         counts = [torch.stack(Denominators.of(batch)) for batch in batches]
         totals = self.accelerator.reduce(sum(counts).to(self.args.device), reduction="sum")
@@ -566,12 +575,15 @@ class SPAGTrainer(Trainer):
         rows = f"{len(is_sft):,} rows"
         if self.learns_from_games:
             rows = f"{(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows"
+        coefficients = {name: getattr(args, name) for name in self.flags}
+        if self.averages_rows:
+            coefficients["loss_normalization"] = args.loss_normalization
         write_card(
             folder,
             base=args.model_name_or_path,
             reference=args.ref_model_name_or_path if self.reads_reference else None,
             method=args.train_method,
-            coefficients={name: getattr(args, name) for name in self.flags},
+            coefficients=coefficients,
             lora_rank=args.lora_rank,
             merged=merged,
             data=args.train_data_path,
@@ -591,11 +603,6 @@ class SPAGTrainer(Trainer):
         super().log(logs, start_time)
 
 
-LOSS_NORMALIZATION = flag(
-    "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
-    default="micro_batch",
-    choices=["micro_batch", "step"],
-)
 KL_HELP = "beta: weight of the KL to the reference model."
 # The defaults of beta, alpha and epsilon below are the paper's.
 
@@ -603,7 +610,7 @@ KL_HELP = "beta: weight of the KL to the reference model."
 class SFTTrainer(SPAGTrainer):
     """Cross-entropy over all target tokens of the optimizer step."""
 
-    # There is no flag loss_normalization: transformers' own cross-entropy is a mean over the step's tokens too.
+    averages_rows = False  # as transformers' own cross-entropy
     reads_weights = False
 
     def method_loss(self, batch, denominators):
@@ -613,7 +620,7 @@ class SFTTrainer(SPAGTrainer):
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
-    flags: ClassVar = {"loss_normalization": LOSS_NORMALIZATION, "lm_kl_coeff": flag(KL_HELP, default=0.1)}
+    flags: ClassVar = {"lm_kl_coeff": flag(KL_HELP, default=0.1)}
     reads_reference = True
 
     def method_loss(self, batch, denominators):
@@ -621,8 +628,8 @@ class SFTwithKLTrainer(SPAGTrainer):
             batch["logprobs"],
             batch["ref_logprobs"],
             batch["weights"],
-            kl_coeff=self.args.lm_kl_coeff,
             num_rows=denominators.game_rows + denominators.sft_rows,
+            **self.coefficients(self.args),
         )
 
 
@@ -630,7 +637,6 @@ class OfflinePOTrainer(SPAGTrainer):
     """Self-play learning."""
 
     flags: ClassVar = {
-        "loss_normalization": LOSS_NORMALIZATION,
         "lm_kl_coeff": flag(KL_HELP, default=0.2),
         "lm_sft_coeff": flag("alpha: weight of the SFT rows' loss beside the game rows'.", default=0.5),
         "clip_range": flag("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.", default=0.2),
@@ -646,12 +652,9 @@ class OfflinePOTrainer(SPAGTrainer):
             batch["rewards"],
             batch["weights"],
             batch["sft_mask"],
-            kl_coeff=self.args.lm_kl_coeff,
-            sft_coeff=self.args.lm_sft_coeff,
-            clip_range=self.args.clip_range,
             num_game_rows=denominators.game_rows,
             num_sft_rows=denominators.sft_rows,
-            detach_kl=self.args.detach_kl,
+            **self.coefficients(self.args),
         )
 
 

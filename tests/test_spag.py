@@ -161,8 +161,15 @@ def test_a_model_plays_and_a_batch_has_a_loss(episodes, tiny_model):
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # behind the model's vocabulary
     batch = spag.batch(spag.rows(episodes), tokenizer, vocab_size=policy.config.vocab_size)
     loss, metrics = spag.loss(policy, reference, batch)
-    loss.backward()
-    assert float(loss) == pytest.approx(-1) and policy.lm_head.weight.grad.abs().sum() > 0  # ratio 1, KL 0
+    assert float(loss) == pytest.approx(-1)  # ratio 1, KL 0
+
+    def slope(**coefficients) -> float:
+        policy.zero_grad()
+        spag.loss(policy, reference, batch, **coefficients)[0].backward()
+        return policy.lm_head.weight.grad.norm().item()
+
+    detached = slope(detach_kl=True)  # R; otherwise R - beta
+    assert [slope() / detached, slope(kl_coeff=0.6) / detached] == pytest.approx([1 - 0.2, 1 - 0.6], rel=1e-4)
     assert all(parameter.grad is None for parameter in reference.parameters())
     assert spag.loss(torch.nn.DataParallel(policy), reference, batch)[0] == loss  # wrapped, as on several GPUs
 

@@ -263,16 +263,17 @@ def batch(
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip_range=0.2, detach_kl=False):
+def loss(policy, reference, batch: Mapping, **coefficients):
     """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
 
-    Rows with negative rewards need `detach_kl`, or their log-ratio runs away. Game rows and SFT rows are each averaged
-    over this batch. To average over a step of several batches, call trainers.offline_po_loss with the step's
-    `num_game_rows` and `num_sft_rows`, and add the losses up.
+    `coefficients` are those of `offline_po_loss`; one that is left out has train.py's default. Rows with negative
+    rewards need `detach_kl`, or their log-ratio runs away. Game rows and SFT rows are each averaged over this batch.
+    To average over a step of several batches, give each the step's `num_game_rows` and `num_sft_rows`, and add the
+    losses up.
     """
     import torch
 
-    from trainers import label_logprob, offline_po_loss
+    from trainers import OfflinePOTrainer, label_logprob, offline_po_loss
 
     with torch.no_grad():
         ref_logprob = label_logprob(reference, reference, batch)
@@ -283,10 +284,7 @@ def loss(policy, reference, batch: Mapping, *, kl_coeff=0.2, sft_coeff=0.5, clip
         batch["rewards"],
         batch["weights"],
         batch["sft_mask"],
-        kl_coeff=kl_coeff,
-        sft_coeff=sft_coeff,
-        clip_range=clip_range,
-        detach_kl=detach_kl,
+        **OfflinePOTrainer.coefficients() | coefficients,
     )
 
 
