@@ -154,7 +154,7 @@ class SPAGArguments(MethodArguments):
         check_values(self)
         check_flags(self)
         _check_precision(self)
-        if self.lora_rank and TRAIN_METHODS[self.train_method].reads_reference:
+        if self.lora_rank and TRAIN_METHODS[self.train_method].compared_kinds:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share, rounded up to steps
             self.warmup_steps = self.warmup_steps or min(self.warmup_ratio, ALL_STEPS)

@@ -25,7 +25,7 @@ from tools.common.errors import UserError, user_errors
 from tools.common.files import StrPath, read_records
 from tools.common.models import chat_text, check_token, encode_pairs
 from tools.common.ranks import on_each_machine, warn_on_rank_0
-from tools.common.rowformats import read_row
+from tools.common.rowformats import KINDS, read_row, row_kind
 
 IGNORE_INDEX = -100  # label of a token that is not scored
 # The numbers of a row, 1.0 where a record has none. Batches hold them as float32 tensors NAMEs, of shape (batch,).
@@ -41,7 +41,7 @@ class TextRow(NamedTuple):
     target: str
     numbers: dict[str, float]  # those of NUMBERS that the record has
     type: Any  # as the record has it; rows of games may have any type but "sft", or none
-    is_sft: bool  # by its type, or because it comes as `messages` or in Alpaca's form; all others are rows of games
+    kind: str  # one of KINDS
     chat_template: bool
 
 
@@ -51,6 +51,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
     Raises UserError for a record without texts, and for numbers that are NaN or infinite.
     """
     row = read_row(record)
+    kind = row_kind(row)
     if "messages" in row:
         row |= messages_to_row(row["messages"], tokenizer)
     chat_template = row.get("chat_template", False)
@@ -61,7 +62,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
         target=row["target"],
         numbers=read_numbers(row),
         type=record.get("type"),
-        is_sft=row.get("type") == "sft",
+        kind=kind,
         chat_template=chat_template,
     )
 
@@ -97,7 +98,7 @@ def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) ->
         whole = render(messages[: replies[-1] + 1])
     if not whole.startswith(query):
         raise UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
-    return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True, "type": "sft"}
+    return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True}
 
 
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
@@ -108,12 +109,12 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     (`encode_pairs`). As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even
     if PAD is the same token. A tokenizer without BOS adds none.
 
-    Returns input_ids and labels (lists of one length), the NUMBERS and is_sft. Raises UserError for a bad row (see
+    Returns input_ids and labels (lists of one length), the NUMBERS and the kind. Raises UserError for a bad row (see
     `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
     lists = {name: row[name].tolist() for name in ("input_ids", "labels")}
-    return lists | {name: row[name] for name in (*NUMBERS, "is_sft")}
+    return lists | {name: row[name] for name in (*NUMBERS, "kind")}
 
 
 def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None) -> list[dict]:
@@ -141,7 +142,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Seque
             )
         ids = np.array((query + target)[cut], dtype=np.int32)
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
-        numbers = dict.fromkeys(NUMBERS, 1.0) | row.numbers | {"is_sft": row.is_sft}
+        numbers = dict.fromkeys(NUMBERS, 1.0) | row.numbers | {"kind": row.kind}
         lengths = {"length": len(ids), "is_cut": len(query) + len(target) > limit}
         encoded.append({"input_ids": ids, "labels": labels, "is_apart": is_apart} | numbers | lengths)
     return encoded
@@ -153,7 +154,7 @@ COLUMNS = Features(
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "length": Value("int32"),  # tokens, as the Trainer's sampling strategies by length read it
-        "is_sft": Value("bool"),
+        "kind": Value("string"),
         **dict.fromkeys(NUMBERS, Value("float64")),
     }
 )
@@ -227,12 +228,12 @@ def encoded_batches(
             yield batch | {"index": list(range(first, first + len(chunk)))}
             count.update(
                 rows=len(chunk),
-                sft=sum(batch["is_sft"]),
+                **Counter(batch["kind"]),
                 cut=sum(row["is_cut"] for row in encoded),
                 apart=sum(row["is_apart"] for row in encoded),
             )
     files = ", ".join(paths)
-    logger.info("%s: %d rows, %d of them SFT", files, count["rows"], count["sft"])
+    logger.info("%s: %s", files, ", ".join(f"{count[kind]:,} {name}" for kind, name in KINDS.items()))
     if count["cut"]:
         lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
         warn_on_rank_0(
@@ -268,8 +269,9 @@ class SPAGCollator:
     It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
 
     Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); the NUMBERS as weights and
-    rewards, and sft_mask, float32 of shape (batch,); scored_positions, (scored tokens,); and, if the rows have one,
-    index of shape (batch,). `tables`: further tensors by name, whose numbers are looked up by the row's index.
+    rewards, and game_mask and sft_mask, 1 for the rows of this kind, float32 of shape (batch,); scored_positions,
+    (scored tokens,); and, if the rows have one, index of shape (batch,). `tables`: further tensors by name, whose
+    numbers are looked up by the row's index.
 
     Rows are not packed: each line of the batch is one row.
     """
@@ -281,8 +283,8 @@ class SPAGCollator:
         self.tables: dict[str, dict[int, np.ndarray]] = {}
 
     def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
-        def numbers(name: str) -> Tensor:
-            return torch.tensor([example[name] for example in examples], dtype=torch.float32)
+        def numbers(values: Iterable[float]) -> Tensor:
+            return torch.tensor([*values], dtype=torch.float32)
 
         input_ids = [example["input_ids"] for example in examples]
         labels = self._pad([example["labels"] for example in examples], IGNORE_INDEX)
@@ -292,9 +294,9 @@ class SPAGCollator:
             # On the CPU, since on a GPU nonzero() would wait for its result.
             "scored_positions": scored_positions(labels),
             "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
-            "sft_mask": numbers("is_sft"),
         }
-        batch |= {f"{name}s": numbers(name) for name in NUMBERS}
+        batch |= {f"{name}s": numbers(example[name] for example in examples) for name in NUMBERS}
+        batch |= {f"{kind}_mask": numbers(example["kind"] == kind for example in examples) for kind in KINDS}
         if all("index" in example for example in examples):
             batch["index"] = torch.tensor([example["index"] for example in examples])
         for name, table in self.tables.items():

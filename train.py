@@ -37,6 +37,7 @@ from tools.common.models import (
 from tools.common.programs import run_program
 from tools.common.ranks import is_first_of_machine, on_each_machine, on_rank_0, rank, warn_on_rank_0
 from tools.common.records import stage
+from tools.common.rowformats import GAME, SFT
 from trainers import TRAIN_METHODS, SPAGTrainer
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def read_rows(paths: list[str], args: SPAGArguments, tokenizer, vocab_size: int,
     def check(row: TextRow) -> None:
         if method.learns_from_games:
             check_kind(row)
-            if not row.is_sft and row.type is not None:
+            if row.kind == GAME and row.type is not None:
                 types.add(str(row.type))
 
     file = scratch_folder(args) / f"rows_from_{first_index}.arrow"
@@ -194,12 +195,12 @@ def check_kind(row: TextRow) -> None:
     That is one without a reward, which it would take for a won game, and one whose reward would count for nothing.
     """
     has_reward = "reward" in row.numbers
-    if row.is_sft and row.type != "sft" and has_reward:
+    if row.kind == SFT and row.type != "sft" and has_reward:
         remedy = "give 'query' and 'target' instead, or leave the reward out"
         raise UserError(f"'reward' beside 'messages' or Alpaca's fields, which are SFT rows; {remedy}")
-    if not row.is_sft and str(row.type).strip().lower() == "sft":
+    if row.kind == GAME and str(row.type).strip().lower() == "sft":
         raise UserError(f'\'type\' is {row.type!r}; an SFT row has "type": "sft"')
-    if not row.is_sft and not has_reward:
+    if row.kind == GAME and not has_reward:
         raise UserError('no \'reward\'; under OfflinePO a row has the reward of a game, or "type": "sft"')
 
 
@@ -227,16 +228,16 @@ def check_rows(rows: Dataset, args: SPAGArguments) -> None:
     if args.dataloader_drop_last and len(rows) < batch:
         raise UserError(f"{files}: {len(rows)} rows, which --dataloader_drop_last drops: a batch has {batch}")
     learns_from_games = TRAIN_METHODS[args.train_method].learns_from_games
-    is_sft = column(rows, "is_sft")
+    is_game = column(rows, "kind") == GAME
     rewards = column(rows, "reward")
-    if learns_from_games and is_sft.all() and not args.allow_no_game_rows:
+    if learns_from_games and not is_game.any() and not args.allow_no_game_rows:
         raise UserError(
             f"{files}: only SFT rows, so nothing of the games would be learned (were all games tied?); "
             "--allow_no_game_rows True trains all the same"
         )
     if args.allow_negative_rewards:
         return
-    is_avoided = ~is_sft if learns_from_games else np.zeros(len(rows), dtype=bool)  # if its reward is below 0
+    is_avoided = is_game & learns_from_games  # if its reward is below 0
     avoided = ((rewards < 0) & is_avoided).sum()
     imitated = ((rewards < 0) & ~is_avoided).sum()
     remedy = "--allow_negative_rewards True trains all the same"

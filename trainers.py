@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ from tools.common.files import replacing
 from tools.common.flags import flag
 from tools.common.models import load_for_training, make_weights_readable
 from tools.common.ranks import on_rank_0, rank
+from tools.common.rowformats import GAME, KINDS
 
-REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that read the reference
+REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that compare rows with the reference
 REFERENCE = "ref_logprobs"  # the log-probabilities of the rows under it
 MICRO_BATCH = "micro_batch"  # of --loss_normalization
 
@@ -166,23 +167,15 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-class Denominators(NamedTuple):
-    """Row and token counts used as loss denominators: of a micro-batch, or a step's mean over its micro-batches.
+def loss_denominators(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What losses divide by: `rows`, those of each kind (`game_rows`, `sft_rows`), and scored `tokens` of a batch.
 
     Under those of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
     kind, so the micro-batch size changes the results. A row of weight 0 counts as one row.
     """
-
-    game_rows: Tensor | float
-    sft_rows: Tensor | float
-    tokens: Tensor | float
-
-    @classmethod
-    def of(cls, batch: dict[str, Tensor]) -> "Denominators":
-        sft_rows = batch["sft_mask"].sum()
-        game_rows = len(batch["sft_mask"]) - sft_rows
-        tokens = num_scored(batch).sum()
-        return cls(game_rows, sft_rows, tokens.to(sft_rows.dtype))
+    of_kind = {f"{kind}_rows": batch[f"{kind}_mask"].sum() for kind in KINDS}
+    tokens = num_scored(batch).sum().float()
+    return of_kind | {"rows": torch.full_like(tokens, len(batch["labels"])), "tokens": tokens}
 
 
 def num_scored(batch: dict[str, Tensor]) -> Tensor:
@@ -304,15 +297,15 @@ class SPAGTrainer(Trainer):
 
     flags: ClassVar[dict[str, dataclasses.Field]] = {}  # the coefficients of its loss
     averages_rows = True  # over a micro-batch or a step; False: the loss is a mean over the tokens of a step
-    reads_reference = False  # the loss gets `ref_logprobs`; there must be a reference model
+    compared_kinds: ClassVar[tuple[str, ...]] = ()  # of whose rows the loss gets `ref_logprobs`
     scores_tokens = False  # `logprobs` are numbers of scored tokens, and not means over rows
     reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
-    learns_from_games = False  # the loss gets rewards: there must be rows of games; SFT rows need no reference
+    learns_from_games = False  # by their rewards: there must be rows of games
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The flags that this method uses and others refuse, with their defaults."""
-        defaults: dict[str, Any] = {REFERENCE_NAME: None} if cls.reads_reference else {}
+        defaults: dict[str, Any] = {REFERENCE_NAME: None} if cls.compared_kinds else {}
         defaults |= {"loss_normalization": MICRO_BATCH} if cls.averages_rows else {}
         defaults |= {"allow_no_game_rows": False} if cls.learns_from_games else {}
         return defaults | {name: each.default for name, each in cls.flags.items()}
@@ -345,7 +338,7 @@ class SPAGTrainer(Trainer):
         """
         self.check_learning_rate()
         self.check_saving()
-        if self.reads_reference:
+        if self.compared_kinds:
             self.add_table(REFERENCE, self.compute_reference, by_token=self.scores_tokens)
             gc.collect()  # frees the reference model
         self.last_batch = time.perf_counter()
@@ -379,14 +372,17 @@ class SPAGTrainer(Trainer):
         """`score` of a forward pass of the policy or the reference, with the models of `label_logits`."""
         return self.score(label_logits(model, module, batch, pads_left=self.data_collator.pad_left), batch)
 
-    def method_loss(self, batch: dict[str, Tensor], denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the tensors of the collator and of `score`."""
+    def method_loss(self, batch: dict[str, Tensor], denominators: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+        """The loss of a micro-batch, and its metrics. `batch` holds the tensors of the collator and of `score`.
+
+        `denominators` are `loss_denominators` of this batch, or of a step: their mean over its micro-batches.
+        """
         raise NotImplementedError
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss; `num_items_in_batch` is what `get_batch_samples` returned."""
         batch = inputs | self.forward(model, self.module, inputs)
-        denominators = Denominators.of(inputs) if num_items_in_batch is None else num_items_in_batch
+        denominators = loss_denominators(inputs) if num_items_in_batch is None else num_items_in_batch
         loss, metrics = self.method_loss(batch, denominators)
         if self.module.training:
             self.not_finite += ~loss.detach().isfinite()
@@ -415,19 +411,19 @@ class SPAGTrainer(Trainer):
             return super().create_optimizer(*args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of a step and, unless each is normalized by itself, the Denominators over all ranks."""
+        """The micro-batches of a step and, unless each is normalized by itself, its denominators over all ranks."""
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or self.args.loss_normalization == MICRO_BATCH:
             return batches, None
-        counts = [torch.stack(Denominators.of(batch)) for batch in batches]
-        totals = self.accelerator.reduce(sum(counts).to(self.args.device), reduction="sum")
+        counts = [loss_denominators(batch) for batch in batches]
+        of_this_rank = sum(torch.stack([*each.values()]) for each in counts)
+        totals = self.accelerator.reduce(of_this_rank.to(self.args.device), reduction="sum")
         # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
         # the average is total cost / total count.
         micro_batches = len(batches) * self.accelerator.num_processes
-        game_rows, sft_rows, tokens = totals / micro_batches
-        return batches, Denominators(game_rows, sft_rows, tokens)
+        return batches, dict(zip(counts[0], totals / micro_batches, strict=True))
 
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""
@@ -466,7 +462,7 @@ class SPAGTrainer(Trainer):
         does not change these numbers. Repeated rows fill up the last chunk, since all ranks must call the model
         equally often.
         """
-        compared = np.flatnonzero(~column(rows, "is_sft")) if self.learns_from_games else np.arange(len(rows))
+        compared = np.flatnonzero(np.isin(column(rows, "kind"), self.compared_kinds))
         compared = compared[np.argsort(-column(rows, "length")[compared], kind="stable")]
         sizes = numbers_by_row(rows, by_token=self.scores_tokens)
         values = split_by_row(np.zeros(sizes.sum(), dtype=np.float32), sizes)
@@ -571,17 +567,17 @@ class SPAGTrainer(Trainer):
 
     def write_card(self, folder: Path, *, merged: bool = False) -> None:
         args = self.args
-        is_sft = column(self.train_dataset, "is_sft")
-        rows = f"{len(is_sft):,} rows"
+        kinds = column(self.train_dataset, "kind")
+        rows = f"{len(kinds):,} rows"
         if self.learns_from_games:
-            rows = f"{(~is_sft).sum():,} rows of games, {is_sft.sum():,} SFT rows"
+            rows = ", ".join(f"{(kinds == kind).sum():,} {name}" for kind, name in KINDS.items())
         coefficients = {name: getattr(args, name) for name in self.flags}
         if self.averages_rows:
             coefficients["loss_normalization"] = args.loss_normalization
         write_card(
             folder,
             base=args.model_name_or_path,
-            reference=args.ref_model_name_or_path if self.reads_reference else None,
+            reference=args.ref_model_name_or_path if self.compared_kinds else None,
             method=args.train_method,
             coefficients=coefficients,
             lora_rank=args.lora_rank,
@@ -614,21 +610,21 @@ class SFTTrainer(SPAGTrainer):
     reads_weights = False
 
     def method_loss(self, batch, denominators):
-        return sft_loss(batch["logprobs"], num_scored(batch), denominators.tokens), {}
+        return sft_loss(batch["logprobs"], num_scored(batch), denominators["tokens"]), {}
 
 
 class SFTwithKLTrainer(SPAGTrainer):
     """Imitation learning."""
 
     flags: ClassVar = {"lm_kl_coeff": flag(KL_HELP, default=0.1)}
-    reads_reference = True
+    compared_kinds = (*KINDS,)
 
     def method_loss(self, batch, denominators):
         return sft_kl_loss(
             batch["logprobs"],
             batch["ref_logprobs"],
             batch["weights"],
-            num_rows=denominators.game_rows + denominators.sft_rows,
+            num_rows=denominators["rows"],
             **self.coefficients(self.args),
         )
 
@@ -642,7 +638,7 @@ class OfflinePOTrainer(SPAGTrainer):
         "clip_range": flag("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.", default=0.2),
         "detach_kl": flag("Keep the gradient out of the KL inside the advantage.", default=False),
     }
-    reads_reference = True
+    compared_kinds = (GAME,)
     learns_from_games = True
 
     def method_loss(self, batch, denominators):
@@ -652,8 +648,8 @@ class OfflinePOTrainer(SPAGTrainer):
             batch["rewards"],
             batch["weights"],
             batch["sft_mask"],
-            num_game_rows=denominators.game_rows,
-            num_sft_rows=denominators.sft_rows,
+            num_game_rows=denominators["game_rows"],
+            num_sft_rows=denominators["sft_rows"],
             **self.coefficients(self.args),
         )
 

@@ -36,7 +36,7 @@ def given(tmp_path, tiny_model):
 
 
 def minimal(given, *more: str, method: str = "SFT") -> list[str]:
-    reference = "--ref_model_name_or_path M" if TRAIN_METHODS[method].reads_reference else ""
+    reference = "--ref_model_name_or_path M" if TRAIN_METHODS[method].compared_kinds else ""
     command = f"--output_dir DIR --model_name_or_path M --train_method {method} --train_data_path D {reference}"
     return [*given(command), *more]
 

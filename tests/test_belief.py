@@ -57,7 +57,7 @@ def plain_logprobs(model, prompt: list[int], sentences: list[list[int]]) -> list
     """The log-probabilities of sentences as training computes them: a row for each, in padded batches of four."""
     rows = []
     for sentence in sentences:
-        numbers = {"weight": 1, "reward": 1, "is_sft": False}
+        numbers = {"weight": 1, "reward": 1, "kind": "game"}
         rows.append({"input_ids": prompt + sentence, "labels": [-100] * len(prompt) + sentence, **numbers})
     collate = SPAGCollator(build_tokenizer(), vocab_size=model.config.vocab_size)
     logprobs = []

@@ -21,9 +21,11 @@ from tools.common.errors import UserError
 from tools.common.files import data_folder
 from tools.common.models import DAY
 from tools.common.records import files_setting, rows_setting
+from tools.common.rowformats import KINDS
 from tools.games.chat import ChatTemplate
 from tools.loop.check import check_sft_rows
 from tools.selfplay.rows import read_sft_rows
+from trainers import loss_denominators
 
 RECORDED = load_golden("collator.json")
 ROWS = [
@@ -77,7 +79,7 @@ def test_a_field_that_is_null_counts_as_absent(tokenizer):
     for row in ROWS:
         encoded = encode_example(row, tokenizer)
         assert encode_example(nulls | row, tokenizer) == encoded
-        assert encoded["is_sft"] == ("query" not in row)
+        assert encoded["kind"] == ("game" if "query" in row else "sft")
 
 
 def test_a_further_number_of_a_row_is_one_name(tokenizer, tmp_path, monkeypatch):
@@ -88,6 +90,16 @@ def test_a_further_number_of_a_row_is_one_name(tokenizer, tmp_path, monkeypatch)
     path = write_rows(tmp_path / "rows.jsonl", [ROWS[0] | {"advantage": -0.5}, ROWS[1]])
     batch = SPAGCollator(tokenizer)(load_rows([path], tokenizer).to_list())
     assert batch["advantages"].tolist() == [-0.5, 1.0] and batch["rewards"].tolist() == [0.5, 1.0]
+
+
+def test_a_further_kind_of_row_is_a_name_and_its_rule(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "draft", "drafts")
+    monkeypatch.setattr(dataloaders, "row_kind", lambda row: row.get("type", "game"))
+    path = write_rows(tmp_path / "rows.jsonl", [ROWS[0], ROWS[1], ROWS[0] | {"type": "draft"}])
+    batch = SPAGCollator(tokenizer)(load_rows([path], tokenizer).to_list())
+    assert [batch[f"{kind}_mask"].tolist() for kind in KINDS] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    denominators = loss_denominators(batch)
+    assert [denominators[f"{kind}_rows"] for kind in KINDS] == [1, 1, 1] and denominators["rows"] == 3
 
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -109,9 +121,9 @@ def test_of_a_conversation_the_last_reply_is_learned_in_the_chat_template(chat_t
     whole = chat_tokenizer.apply_chat_template(TALK, tokenize=False).rstrip()
     assert chat_tokenizer.decode(encoded["input_ids"]) == whole
     assert chat_tokenizer.decode(target_of(encoded)) == "assistant 3<|im_end|>"
-    assert encoded["is_sft"] and encoded["weight"] == 1.0
+    assert encoded["kind"] == "sft" and encoded["weight"] == 1.0
     texts = {"query": "q", "target": "t", "messages": TALK}  # a target of its own wins
-    assert not encode_example(texts, chat_tokenizer)["is_sft"]
+    assert encode_example(texts, chat_tokenizer)["kind"] == "game"
 
 
 def last_reply(tokenizer, **fields) -> str:
@@ -231,7 +243,7 @@ def test_gzipped_rows_are_read_line_by_line_and_a_name_is_no_pattern(tmp_path, t
     rows = [{"query": "2024-01-01", "target": "2024-01-01", "reward": 1}, {"query": "q", "target": "t", "type": "sft"}]
     lines = "\n".join(map(json.dumps, rows))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    assert list(load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer))[1]["is_sft"]
+    assert list(load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer))[1]["kind"] == "sft"
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(f"{lines}\n{{half".encode()))
     with pytest.raises(UserError, match=r"rows\.jsonl\.gz:3: not JSON"):
         load_rows([str(tmp_path / "rows.jsonl.gz")], tokenizer)

@@ -172,7 +172,7 @@ class ReinforceTrainer(SPAGTrainer):
 
     def method_loss(self, batch, denominators):
         advantages = batch["rewards"] - self.args.baseline
-        loss = -(advantages * batch["logprobs"] * batch["weights"]).sum() / denominators.game_rows
+        loss = -(advantages * batch["logprobs"] * batch["weights"]).sum() / denominators["game_rows"]
         return loss, {"policy_loss": loss.detach()}
 
 
@@ -213,8 +213,7 @@ class WithReward(OfflinePOTrainer):
 
     def method_loss(self, batch, denominators):
         loss, metrics = super().method_loss(batch, denominators)
-        games = 1 - batch["sft_mask"]
-        return loss, metrics | {"reward": ((batch["rewards"] * games).sum(), games.sum())}
+        return loss, metrics | {"reward": over_rows(batch["rewards"], batch["game_mask"])}
 
 
 def test_a_metric_is_a_name_with_a_sum_and_a_count(tiny_model, tmp_path, monkeypatch):
@@ -238,7 +237,7 @@ class WithEntropy(OfflinePOTrainer):
 
     def method_loss(self, batch, denominators):
         loss, metrics = super().method_loss(batch, denominators)
-        return loss, metrics | {"entropy": over_rows(batch["entropies"], 1 - batch["sft_mask"])}
+        return loss, metrics | {"entropy": over_rows(batch["entropies"], batch["game_mask"])}
 
 
 def test_a_number_of_each_row_is_a_name_in_its_score(tiny_model, tmp_path, monkeypatch):

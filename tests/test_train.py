@@ -322,7 +322,7 @@ class ByToken(trainers.OfflinePOTrainer):
         gains = torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
         costs = -trainers.row_means(gains, batch) * batch["weights"]
         metrics = {"log_ratio": (log_ratio.sum().detach(), torch.tensor(float(len(log_ratio))))}
-        return costs.sum() / denominators.game_rows, metrics
+        return costs.sum() / denominators["game_rows"], metrics
 
 
 def test_a_loss_by_token_is_a_few_lines_and_continues_with_its_reference(
@@ -739,7 +739,7 @@ def test_offline_po_needs_no_reward_of_messages_and_alpaca_rows_and_names_unknow
     path = write_rows(tmp_path / "rows.jsonl", [TALK, alpaca, GAME | {"type": "debate"}, GAME])
     args = SimpleNamespace(train_method="OfflinePO", output_dir=tmp_path)
     rows = train.read_rows([path], args, tokenizer, len(tokenizer))
-    assert rows["is_sft"][:] == [True, True, False, False]
+    assert rows["kind"][:] == ["sft", "sft", "game", "game"]
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.getMessage().endswith("trained as rows of games: debate")
 

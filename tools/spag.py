@@ -250,7 +250,7 @@ def batch(
     device: str = "cpu",
     vocab_size: float = math.inf,
 ) -> dict:
-    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, sft_mask (rows,).
+    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, a mask of each kind (rows,).
 
     scored_positions (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the
     tokenizer. `vocab_size` is the model's, if the tokenizer's padding token may lie behind it.

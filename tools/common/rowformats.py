@@ -1,4 +1,4 @@
-"""The forms in which other people's rows come."""
+"""The forms in which other people's rows come, and the kinds of rows."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,6 +6,8 @@ from tools.common.errors import UserError
 
 QUERIES = ("query", "prompt")
 TARGETS = ("target", "answer", "completion")  # the last one is TRL's
+GAME, SFT = "game", "sft"
+KINDS = {GAME: "rows of games", SFT: "SFT rows"}  # what a program calls them
 
 
 def alpaca_to_row(example: dict) -> dict:
@@ -51,6 +53,11 @@ def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_ro
         raise UserError(f"'messages' beside {fields}: take out {', '.join(map(repr, beside))} to train the messages")
     forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
     raise UserError(f"a row needs the texts {forms}; this one has {fields}")
+
+
+def row_kind(row: Mapping) -> str:
+    """The kind of a row that `read_row` has read: SFT by its type, as messages, or in Alpaca's form; else GAME."""
+    return SFT if "messages" in row or row.get("type") == SFT else GAME
 
 
 def plain_message(message) -> dict[str, str]:

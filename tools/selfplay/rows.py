@@ -11,7 +11,7 @@ from tools.common.errors import UserError
 from tools.common.files import read_records
 from tools.common.flags import FlagGroup, flag
 from tools.common.models import load_tokenizer, without
-from tools.common.rowformats import alpaca_texts, alpaca_to_row, read_row
+from tools.common.rowformats import SFT, alpaca_texts, alpaca_to_row, read_row, row_kind
 from tools.games import load_game, prompts
 from tools.games.game import Game, History
 from tools.players.player import reply_without
@@ -206,9 +206,8 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
 
 
 def is_sft(row: Mapping) -> bool:
-    """Whether training takes this row for an SFT row: so its type says, or it has `messages` or Alpaca's fields."""
-    read = read_row(row)
-    return "messages" in read or read.get("type") == "sft"
+    """Whether training takes this row for an SFT row."""
+    return row_kind(read_row(row)) == SFT
 
 
 def alpaca_to_turn(example: Mapping) -> dict:
