@@ -150,7 +150,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Seque
 
 COLUMNS = Features(
     {
-        "index": Value("int64"),  # of the row among all rows, which a batch keeps
+        "index": Value("int64"),  # of the row among all rows, by which tables know it
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
         "length": Value("int32"),  # tokens, as the Trainer's sampling strategies by length read it
@@ -270,8 +270,7 @@ class SPAGCollator:
 
     Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); the NUMBERS as weights and
     rewards, and game_mask and sft_mask, 1 for the rows of this kind, float32 of shape (batch,); scored_positions,
-    (scored tokens,); and, if the rows have one, index of shape (batch,). `tables`: further tensors by name, whose
-    numbers are looked up by the row's index.
+    (scored tokens,). `tables`: further tensors by name, whose numbers are looked up by the row's index.
 
     Rows are not packed: each line of the batch is one row.
     """
@@ -297,8 +296,6 @@ class SPAGCollator:
         }
         batch |= {f"{name}s": numbers(example[name] for example in examples) for name in NUMBERS}
         batch |= {f"{kind}_mask": numbers(example["kind"] == kind for example in examples) for kind in KINDS}
-        if all("index" in example for example in examples):
-            batch["index"] = torch.tensor([example["index"] for example in examples])
         for name, table in self.tables.items():
             batch[name] = torch.from_numpy(np.concatenate([table[example["index"]] for example in examples]))
         return batch

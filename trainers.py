@@ -405,11 +405,6 @@ class SPAGTrainer(Trainer):
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
-    def create_optimizer(self, *args):
-        """The Trainer's. UserError if its package is missing."""
-        with user_errors("--optim", ValueError, ImportError):
-            return super().create_optimizer(*args)
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of a step and, unless each is normalized by itself, its denominators over all ranks."""
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step

