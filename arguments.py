@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments, get_sched
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
+from tools.common.adapters import ALL_LINEAR
 from tools.common.errors import UserError, require, user_errors
 from tools.common.files import read_json
 from tools.common.flags import check_values, defaults, flag, flag_fields, is_compared
@@ -30,7 +31,7 @@ from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
-LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"], "lora_merge": False}
+LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ALL_LINEAR, "lora_merge": False}
 # Of the Trainer's flags those that a record compares. Flags of evaluation and saving, such as --eval_steps, are not
 # among them, although they decide under --load_best_model_at_end which checkpoint becomes the model.
 COMPARED = {

@@ -28,6 +28,7 @@ import arguments
 import train
 import trainers
 from tools.common import checkpoints, models
+from tools.common.adapters import add_lora
 from tools.common.errors import UserError
 from tools.common.files import read_json, write_json
 from tools.common.models import load_model, load_tokenizer
@@ -486,7 +487,7 @@ def test_by_default_all_linear_layers_get_adapters(kind, config, adapted):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     plain = {"model_name_or_path": "M", "deepspeed": None, "bf16": False, "fp16": False}
     args = SimpleNamespace(lora_rank=4, **plain, **arguments.LORA_ARGUMENTS)
-    model = train.add_lora(model, args)
+    model = add_lora(model, args)
     assert adapted <= {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
     assert model(torch.arange(5).unsqueeze(0)).logits.shape == (1, 5, 64)
 

@@ -298,9 +298,9 @@ def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
             for path in args.eval_data_path:
                 read_records(path, read_row)
         if args.lora_rank or args.attn_implementation:
-            import train
+            from tools.common.adapters import check_model  # brings torch
 
-            train.check_model(loop.model if stage == "imitation" else loop.imitation_model or loop.model, args)
+            check_model(loop.model if stage == "imitation" else loop.imitation_model or loop.model, args)
 
 
 def check_commands(loop: Loop, plan: Iterable) -> None:

@@ -1,0 +1,78 @@
+"""LoRA: adapters on a model that is trained. `args` are the settings of the training."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tools.common.errors import UserError, user_errors
+from tools.common.models import freeze_all_but_text, from_folder
+
+ALL_LINEAR = ["all-linear"]
+
+
+def check_model(name: str, args) -> None:
+    """Raise UserError for a model that cannot have this attention or these adapters. No weights are read."""
+    config = from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+    options = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    with torch.device("meta"), user_errors(name, ValueError, ImportError):
+        model = AutoModelForCausalLM.from_config(config, dtype=args.weights_dtype, **options)
+    if args.lora_rank:
+        with torch.device("meta"):
+            add_lora(model, args)
+
+
+def add_lora(model: PreTrainedModel, args):
+    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies.
+
+    UserError for targets that the model lacks, or that cannot be adapted.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    is_all = args.lora_target_modules == ALL_LINEAR
+    if not is_all:
+        check_targets(model, args.lora_target_modules)
+    with user_errors("--lora flags", ValueError, TypeError):
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules="all-linear" if is_all else args.lora_target_modules,
+        )
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=not args.deepspeed)
+    adapted.peft_config["default"].base_model_name_or_path = args.model_name_or_path  # not the hub's cache
+    has_autocast = (args.bf16 or args.fp16) and not args.deepspeed
+    if has_autocast:
+        keep_adapter_inputs(adapted)
+    check_tied_weights(adapted)
+    freeze_all_but_text(adapted)
+    return adapted
+
+
+def check_targets(model: PreTrainedModel, targets: list[str]) -> None:
+    """Raise UserError for names that no layer has: peft would go on with those that are there."""
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    missing = [each for each in targets if not any(name.endswith(f".{each}") for name in layers)]
+    if missing:
+        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
+
+
+def keep_adapter_inputs(adapted) -> None:
+    """Switch off peft's copies of the adapters' inputs in fp32: autocast would cast them back to the same numbers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
+
+
+def check_tied_weights(adapted) -> None:
+    """Raise UserError for adapters on one of two layers that share a weight: merged, they would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    module = adapted.get_base_model()
+    both = module.get_input_embeddings(), module.get_output_embeddings()
+    is_adapted = any(isinstance(layer, BaseTunerLayer) for layer in both)
+    if is_adapted and module.config.get_text_config().tie_word_embeddings:
+        raise UserError(
+            "--lora_target_modules: the embeddings of this model are tied to its output layer; leave both out"
+        )
