@@ -208,6 +208,45 @@ def test_a_training_method_is_a_class_with_its_loss_and_its_flags(tiny_model, tm
     assert second["policy_loss"] < first["policy_loss"]
 
 
+# The lines of a coefficient, each before the line named. --help, the record and spag.loss follow from the first.
+COEFFICIENT = [
+    (
+        '        "detach_kl": flag(',
+        '        "reward_scale": flag("Factor of each reward.", default=1.0),\n',
+    ),
+    (
+        "    num_game_rows: Tensor | float | None = None,\n",
+        "    reward_scale: float = 1.0,\n",
+    ),
+    (
+        "    sft_mask = sft_mask.to(logprob.dtype)\n",
+        "    rewards = reward_scale * rewards\n",
+    ),
+]
+
+
+def test_a_coefficient_is_a_flag_and_its_use_in_the_loss(tiny_model, tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "tools", project / "tools")
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, project)
+    code = (project / "trainers.py").read_text(encoding="utf-8")
+    for before, lines in COEFFICIENT:
+        assert code.count(before) == 1
+        code = code.replace(before, lines + before)
+    (project / "trainers.py").write_text(code, encoding="utf-8")
+
+    # Run it: at ratio 1 the loss is minus the mean reward.
+    changes = {"train_method": "OfflinePO", "ref_model_name_or_path": tiny_model, "reward_scale": 2}
+    how = {"cwd": project, "env": ENVIRONMENT | {"PYTHONPATH": str(project)}, "capture_output": True, "text": True}
+    words = training(tiny_model, tmp_path, **changes)
+    done = subprocess.run([sys.executable, "train.py", *words], **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert read_json(tmp_path / "out/settings.json")["settings"]["reward_scale"] == 2
+    first, *_ = read_json(tmp_path / "out/trainer_state.json")["log_history"]
+    assert first["policy_loss"] == pytest.approx(-2 * (1 + 0.25) / 2, rel=1e-4)
+
+
 class WithReward(OfflinePOTrainer):
     """Logs the mean reward of rows of games."""
 
