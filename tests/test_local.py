@@ -153,7 +153,7 @@ def test_the_type_is_that_of_the_config_unless_a_flag_says_otherwise(tmp_path):
 
 def test_flags_that_ask_for_different_types_are_refused_and_names_of_one_type_agree():
     for other in ({"fp16": True}, {"dtype": "float32"}):
-        with pytest.raises(UserError, match="--bf16.* ask for different types"):
+        with pytest.raises(UserError, match="--bf16.* ask for different dtypes"):
             EngineFlags(bf16=True, **other)
     with pytest.raises(UserError, match="dtype is 'int8'"):
         EngineFlags(dtype="int8")
@@ -364,8 +364,8 @@ def test_each_model_has_an_engine_that_can_run_it(tiny_model, tokenizer, tmp_pat
         part.save_pretrained(tmp_path)
     players, _ = make_players(tiny_model, str(tmp_path))
     assert [type(players[role].engine) for role in GAME.roles] == [SlotEngine, BatchEngine]
-    assert f"engine generate: slots cannot compute the attention of {tmp_path}" in caplog.messages
-    with pytest.raises(UserError, match="--engine slots does not know this model's attention"):
+    assert f"engine generate: slots does not support the attention of {tmp_path}" in caplog.messages
+    with pytest.raises(UserError, match="--engine slots does not support this model's attention"):
         make_players(tiny_model, str(tmp_path), engine="slots")
 
 

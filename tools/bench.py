@@ -1,9 +1,8 @@
-"""The speed of self-play: our engine beside transformers' generate, and vLLM where it is installed.
+"""Benchmark of self-play: our engine, transformers' generate, and vLLM if it is installed.
 
     python -m tools.bench play --model FOLDER
 
-All replies have the same length, which every engine is made to keep, so that engines differ in speed alone. The time
-to load a model is not counted.
+All replies are forced to the same length, so that engines differ only in speed. Loading time is not counted.
 """
 
 import asyncio
@@ -22,26 +21,22 @@ from tools.selfplay.episodes import new_tokens
 from tools.selfplay.play import play_games
 
 SEED = 42
-TURNS = 3  # of a game
+TURNS = 3  # per game
 REPLY_TOKENS = 60
 GENERATE_SHARE = 6  # generate is slow, so it plays a sixth of the games
 
 
 @dataclass(kw_only=True)
 class Play(FlagGroup):
-    """Play games of a model against itself."""
+    """Let a model play games against itself."""
 
-    # By default generate plays 32 games, as many as it computes at once.
-    games: int = flag("games of our engine", default=192, at_least=1)
-    model: str = flag("folder or hub name of a model")
+    # By default generate plays 32 games, one batch of it.
+    games: int = flag("games to play with each engine (generate: a sixth)", default=192, at_least=1)
+    model: str = flag("a model: a folder or a name on the hub")
 
 
 def measure(model: str, engine: str, games: int) -> tuple[float, int]:
-    """Play games; returns the seconds and the number of new tokens.
-
-    All other flags have the defaults of play: the type of numbers in the model's config, and as many games at once as
-    the engine chooses.
-    """
+    """Play games and return the seconds taken and the number of new tokens. Other flags have play's defaults."""
     flags = PlayFlags(max_turns=TURNS, engine=engine, min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS)
     game = flags.load_game()
     episodes = []
@@ -61,7 +56,7 @@ def main() -> None:
         games = max(1, flags.games // GENERATE_SHARE) if engine == GENERATE else flags.games
         try:
             seconds, tokens = measure(model, engine, games)
-        except UserError as error:  # the other engines can play all the same
+        except UserError as error:  # the other engines may still work
             print(f"| {engine} | {error} |")
             continue
         print(f"| {engine} | {games} | {60 * games / seconds:.1f} | {tokens / seconds:.1f} |", flush=True)

@@ -1,4 +1,4 @@
-"""Make what runs start from: word lists, prompts, the games that come with this project.
+"""Prepare a run's inputs: word lists, the authors' prompts, and games to imitate.
 
 python -m tools.prepare_data prompts --release data/released_utils.py --output data/released_prompts.json
 python -m tools.prepare_data split --input data/words.txt --output data/played.txt --held_out data/held_out.txt
@@ -24,12 +24,12 @@ ENGLISH = ROOT / "data" / "english"
 
 @dataclass(kw_only=True)
 class Prompts(FlagGroup):
-    """Write the authors' prompts, which their rows of imitation hold, as a prompt file. Their code is not run.
+    """Write the authors' prompts, which their imitation rows contain, as a prompt file.
 
-    The file is downloaded code, and may import what is not installed. So it is parsed, and only literals are taken.
+    Their file is downloaded code and may import packages that are not installed, so it is parsed, never run.
     """
 
-    release: str = flag("file of the authors' repository that defines their prompts: utils.py")
+    release: str = flag("the authors' utils.py, which defines their prompts")
     output: str = flag("prompt file to write")
 
     def run(self) -> None:
@@ -40,21 +40,21 @@ class Prompts(FlagGroup):
         instructions = ast.literal_eval(values["PLAYER_INSTRUCT_PROMPTS"])
         of_roles = {f"{role}_instruction": text for role, text in instructions.items()}
         write_json(self.output, {RULES: rules} | of_roles)
-        load_templates(self.output, load_game())  # UserError for texts that are no prompts of the game
+        load_templates(self.output, load_game())  # UserError for texts that are not prompts of this game
 
 
 @dataclass(kw_only=True)
 class Split(FlagGroup):
-    """Draw words to hold out. Both lists keep the order; a word that comes twice, in any case, is written once.
+    """Hold out randomly drawn words. Both lists keep the input's order, without duplicates (ignoring case).
 
-    So no word is in both lists, but only spelling is compared: "apples" may be played and "apple" held out. The order
-    stays because in data/target_words.txt the most frequent words come first.
+    So no word is in both lists, but only the spelling is compared: "apples" may be played and "apple" held out. The
+    order is kept because data/target_words.txt lists the most frequent words first.
     """
 
-    input: str = flag("word list, one word a line")
-    output: str = flag("file to write for the remaining words")
-    held_out: str = flag("file to write for the held-out words")
-    # With 500 words the standard error of a match's points is below 0.023, because a word's points lie in [0, 1].
+    input: str = flag("word list, one word per line")
+    output: str = flag("file for the remaining words")
+    held_out: str = flag("file for the held-out words")
+    # Points per word lie in [0, 1], so with 500 words their mean has a standard error below 0.023.
     number: int = flag("number of held-out words", default=500, at_least=1)
     seed: int = flag("seed of the draw", default=0)
 
@@ -69,36 +69,35 @@ class Split(FlagGroup):
 
 @dataclass(kw_only=True)
 class Imitation(FlagGroup):
-    """Divide the games that come with this project by their split: the words of each part, and games to imitate.
+    """Divide games by their `split`: played, tuning or held_out. Writes each split's words and the games to imitate.
 
-    Games of your own need the field `split`: played, tuning or held_out. Games with any other split are left out. A
-    word that data/imitation_games.jsonl has too must have the same split as there, or it comes into two lists.
+    The default is the games that come with this project. In games of your own, a word that data/imitation_games.jsonl
+    also has must have the same split as there; otherwise it appears in two lists.
     """
 
     output_dir: str = flag("folder to write to")
-    games: str = flag("file of games to imitate, each with its split", default=str(GAMES))
+    games: str = flag("games to imitate, each with a field `split`", default=str(GAMES))
 
     def run(self) -> None:
         folder = Path(self.output_dir)
         games = read_json_or_jsonl(self.games)
-        # The lists have the words of our games too, because the few games of data/english have few held-out words.
+        # The lists always include the words of our games, because data/english has too few held-out words.
         listed = games + read_json_or_jsonl(GAMES)
         for split in ("played", "tuning", "held_out"):
             words = dict.fromkeys(game["target_word"] for game in listed if game["split"] == split)
             write_words(folder / f"{split}.txt", words)
-        # Games about other words never become rows, so that matches and belief can be measured on these words.
+        # Games of the other splits never become rows, so that matches and belief can be measured on their words.
         write_records(folder / "games.jsonl", [game for game in games if game["split"] == "played"])
 
 
 @dataclass(kw_only=True)
 class English(FlagGroup):
-    """Make the word lists, rows of imitation and SFT rows of configs/english.toml, from the plain games.
+    """Make the word lists, imitation rows and SFT rows for configs/english.toml from the plain games.
 
-    The SFT rows are rows of imitation, instead of Alpaca's. Another model must be named here and in
-    configs/english.toml.
+    The SFT rows are imitation rows, not Alpaca's. To use another model, name it here and in configs/english.toml.
     """
 
-    model: str = flag("the model, whose chat template the rows are in")
+    model: str = flag("model whose chat template the rows use")
     output_dir: str = flag("folder to write to")
 
     def run(self) -> None:

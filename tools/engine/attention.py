@@ -1,7 +1,7 @@
 """Paged attention for the slot engine: one forward pass over the new tokens of many slots, without padding.
 
-Keys and values of the common prefix are stored once, those of all other tokens in blocks. A `Step` says for each new
-token where its keys and values go and which tokens it attends to.
+Keys and values of the common prefix are stored once, all others in blocks. A `Step` says where the keys and values of
+each new token go and which tokens it attends to.
 """
 
 import math
@@ -20,7 +20,7 @@ ATTENTION = "spag_paged"
 class LayerCache:
     """Keys and values of a layer: `prefix` (2, kv heads, tokens, size), `blocks` (2, blocks, kv heads, size, BLOCK).
 
-    Tokens come last in `blocks` because products with single queries are then up to twice as fast on a CPU.
+    Tokens are the last dimension of `blocks`, which makes products with single queries up to twice as fast on a CPU.
     """
 
     def __init__(self, keys: torch.Tensor, num_blocks: int):
@@ -38,11 +38,11 @@ class LayerCache:
         return self.blocks[:, blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
 
     def grow(self, num_blocks: int, limit: float) -> None:
-        """Grow to at least `num_blocks` blocks, with a quarter to spare within `limit`, because growing copies."""
+        """Grow to at least `num_blocks` blocks, and up to `limit` by a quarter more, because growing copies."""
         old = self.blocks
         if num_blocks > old.shape[1]:
             more = max(num_blocks, int(min(num_blocks + num_blocks // 4, limit)))
-            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros: masked positions could hold NaN
+            self.blocks = old.new_zeros(2, more, *old.shape[2:])  # zeros, because masked positions could hold NaN
             self.blocks[:, : old.shape[1]] = old
 
     def move_blocks(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
@@ -57,13 +57,13 @@ class LayerCache:
 class DecodeBatch:
     """Slots with one new token each, whose attention is computed together.
 
-    In shapes, `slots` are those of this batch, and `used blocks` all blocks up to the highest of these slots.
+    In shapes, `slots` counts the slots of this batch, `used blocks` all blocks up to the highest one they use.
     """
 
     def __init__(self, slots: Sequence[Slot], prefix_length: int, device: torch.device):
         self.size = len(slots)
         num_used = 1 + max(max(slot.block_table) for slot in slots)
-        # For each used block: the index of its slot, and the offset of the last token to attend to
+        # by used block: the index of its slot, and the offset of the last token to attend to
         owners = [0] * num_used
         last_offsets = [0] * num_used
         for number, slot in enumerate(slots):
@@ -76,7 +76,7 @@ class DecodeBatch:
         self.block_tables = _indices([block for slot in slots for block in slot.block_table], device)
         starts = accumulate((len(slot.block_table) for slot in slots[:-1]), initial=0)
         self.table_starts = _indices(list(starts), device)  # (slots,)
-        # masks are added to attention scores: 0 where a token attends, else -inf
+        # masks are added to attention scores: 0 where a token is attended to, else -inf
         self.block_mask = _mask(last_offsets, BLOCK, device)  # (used blocks, BLOCK)
         lengths = [slot.num_prefix_tokens for slot in slots]
         self.prefix_mask = None  # (slots, prefix) if some slots use only part of the common prefix
@@ -90,7 +90,7 @@ class DecodeBatch:
 
 
 class PrefillChunk:
-    """A slot with several new tokens, which end at index `end` of the new tokens of all slots."""
+    """A slot with several new tokens, ending at index `end` of the step's tokens."""
 
     def __init__(self, slot: Slot, end: int, device: torch.device):
         self.tokens = slice(end - slot.num_new_tokens, end)
@@ -138,13 +138,13 @@ class UnknownAttention(RuntimeError):
 
 
 def _attend(module, query, key, value, attention_mask, scaling, step: Step | None = None, **kwargs):
-    """Attention as transformers calls it. `query`, `key`, `value`: (1, heads, tokens, size).
+    """Attention for transformers' interface. `query`, `key`, `value`: (1, heads, tokens, size).
 
-    Returns (1, tokens, heads, size), and no weights.
+    Returns (1, tokens, heads, size) and no weights.
     """
     layer = module.layer_idx
     if step is None:
-        raise UnknownAttention("this model does not pass our arguments on to its attention")
+        raise UnknownAttention("this model does not pass keyword arguments on to its attention")
     if kwargs.get("s_aux") is not None:
         raise UnknownAttention("this model has attention sinks")
     if layer in step.layers_done:
@@ -159,14 +159,14 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Non
     if step.decodes:
         outputs.insert(0, _attend_decode(queries[: step.decodes.size], cache, step.decodes))
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return output.contiguous()[None], None  # contiguous for models that call `view`
+    return output.contiguous()[None], None  # contiguous because some models call `view`
 
 
 def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChunk) -> torch.Tensor:
-    """Attention of the tokens of a chunk: (new tokens, heads, size)."""
+    """Attention of a chunk's tokens: (new tokens, heads, size)."""
     in_blocks = cache.tokens_in(chunk.block_table)[:, :, : chunk.num_block_tokens]
     visible = torch.cat([cache.prefix[:, :, : chunk.num_prefix_tokens], in_blocks], 2)  # (2, kv heads, tokens, size)
-    # With `enable_gqa` and a mask, torch on a GPU would keep all scores in memory, so repeat the heads here.
+    # Heads are repeated here because `enable_gqa` with a mask makes torch materialize all scores on a GPU.
     heads_per_key = queries.shape[1] // visible.shape[1]
     keys, values = visible.repeat_interleave(heads_per_key, dim=1).unsqueeze(1)  # (1, heads, tokens, size) each
     query = queries[chunk.tokens].transpose(0, 1)[None]
@@ -176,14 +176,14 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, chunk: PrefillChun
 def _attend_decode(queries: torch.Tensor, cache: LayerCache, batch: DecodeBatch) -> torch.Tensor:
     """Attention of single tokens: (slots, heads, size). Rounds to half precision where eager attention does.
 
-    `scaled_dot_product_attention` would need equally long keys in one tensor: padding, and a copy of the common prefix
-    and of all blocks in each step.
+    `scaled_dot_product_attention` would need padded keys in one tensor, and so a copy of the common prefix and of all
+    blocks in every step.
     """
     owners = batch.owners
     prefix_keys, prefix_values = cache.prefix
     keys, values = cache.blocks[:, : len(owners)]  # (used blocks, kv heads, size, BLOCK)
     kv_heads = keys.shape[1]
-    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, group, size): one key for a group of heads
+    grouped = queries.unflatten(1, (kv_heads, -1))  # (slots, kv heads, group, size); a group of heads shares a key
     to_prefix = grouped.transpose(0, 1).flatten(1, 2) @ prefix_keys.mT  # (kv heads, slots x group, prefix)
     to_prefix = to_prefix.float().unflatten(1, (batch.size, -1)).transpose(0, 1)
     if batch.prefix_mask is not None:

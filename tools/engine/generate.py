@@ -1,4 +1,4 @@
-"""Plain batches by transformers' `generate`, for models that the slot engine cannot run."""
+"""Static batches with transformers' `generate`, for models that the slot engine cannot run."""
 
 from collections import deque
 
@@ -11,11 +11,11 @@ from tools.engine.flags import GENERATE, EngineFlags
 from tools.engine.local import Codec, LocalModel, OwnEngine, Prompt
 from tools.players.player import Reply
 
-PROMPTS_AT_ONCE = 32  # default batch; not chosen from memory, since the caches of odd models have unknown sizes
+PROMPTS_AT_ONCE = 32  # default batch; not chosen by memory, because cache sizes of unusual models are unknown
 
 
 class BatchEngine(OwnEngine):
-    """Answers requests batch by batch, with any causal language model. A batch runs until all replies have ended."""
+    """Answers requests batch by batch, with any causal language model. A batch runs until its longest reply ends."""
 
     name = GENERATE
     size_limits_games = False
@@ -52,8 +52,8 @@ class BatchEngine(OwnEngine):
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """UserError if a row of (rows, vocabulary) logits has NaN or +inf, or nothing but -inf."""
-    if not logits.amax(-1).isfinite().all():  # a NaN is the maximum of its row
+    """UserError if a row of (rows, vocabulary) logits contains NaN or +inf, or only -inf."""
+    if not logits.amax(-1).isfinite().all():  # amax of a row with a NaN is NaN
         raise UserError("the model's logits are NaN or infinite; if it runs in float16, try --bf16 True")
 
 

@@ -1,6 +1,6 @@
-"""Linear layers on a CPU by oneDNN, with weights in the order that oneDNN computes in.
+"""Linear layers on a CPU with weights packed in oneDNN's own layout.
 
-torch's own product reorders them at every call, which for the few rows of play can take longer than the product.
+torch repacks the weights at every call, which for the few rows of play can take longer than the product itself.
 """
 
 from functools import partial
@@ -8,12 +8,12 @@ from functools import partial
 import psutil
 import torch
 
-ROWS = 64  # for which oneDNN chooses the order
-MEMORY_SHARE = 0.1  # of the free memory, for the reordered copies
+ROWS = 64  # number of rows for which oneDNN chooses the layout
+MEMORY_SHARE = 0.1  # of free memory, for the packed copies
 
 
 def pack_weights(model) -> None:
-    """Let float32 linear layers on the CPU use reordered copies of their weights, if these fit in memory."""
+    """Let float32 linear layers on the CPU use packed copies of their weights, if these fit in memory."""
     layers = [layer for layer in model.modules() if _can_pack(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or size > MEMORY_SHARE * psutil.virtual_memory().available:
@@ -24,7 +24,7 @@ def pack_weights(model) -> None:
 
 
 def _can_pack(layer) -> bool:
-    """Not subclasses, nor layers whose forward was replaced, for example by hooks that move weights."""
+    """False for subclasses and for layers whose forward was replaced, for example by hooks that move weights."""
     plain = type(layer) is torch.nn.Linear and "forward" not in vars(layer)
     return plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 

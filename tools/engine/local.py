@@ -1,4 +1,4 @@
-"""Language models in this process, and the players that speak with them."""
+"""Language models in this process, and the players that use them."""
 
 import asyncio
 import functools
@@ -28,21 +28,22 @@ from tools.games.chat import ChatTemplate
 from tools.games.prompts import ALL_THOUGHT_TAGS
 from tools.players.player import LENGTH, STOP, ModelPlayer, Reply, Sampling, Turn, draw_seed
 
-# All models are loaded and run in this one thread. OpenMP keeps helper threads for each thread that computes; if they
-# outnumber the cores, they sleep between tasks, and on two cores a step of 24 games takes 1.6 times as long.
-# Python joins this thread at exit, so after Ctrl-C the program ends when the engine's `run` returns: slots and vllm
-# when a reply ends, generate when its batch ends.
+# All models are loaded and run in this one thread. OpenMP keeps helper threads for every thread that computes; when
+# they outnumber the cores they sleep between tasks, and on two cores a step of 24 games takes 1.6 times as long.
+# Python joins this thread at exit, so after Ctrl-C the program ends when `Engine.run` returns: when a reply ends
+# (slots, vllm) or when the batch ends (generate).
 ENGINE_THREAD = ThreadPoolExecutor(max_workers=1)
 
 REPLACEMENT = "\ufffd"
-# U+FFFD as a token of its own, in byte fallback, and in byte-level vocabularies.
+# U+FFFD as a single token, in byte fallback, and in byte-level vocabularies.
 REPLACEMENT_TOKENS = (REPLACEMENT, "<0xEF><0xBF><0xBD>", "ï¿½")
 
 
 class Codec:
     """Turns prompts into token ids and token ids into replies.
 
-    `vocab_size` is the number of the model's embeddings, if known. A chat template writes BOS itself.
+    `vocab_size` is the number of the model's embeddings, if known. With a chat template no BOS is added, because the
+    template writes it.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class Codec:
             self.stop_ids = sorted({*self.stop_ids, self.chat.end_id})
 
     def encode(self, prompt: str) -> tuple[list[int], bool]:
-        """The token ids of BOS and a prompt, and whether the prompt was cut.
+        """Token ids of BOS and a prompt, and whether it was truncated.
 
-        A prompt longer than max_length - max_new_tokens loses its beginning, BOS included, as a row that training cuts
-        on the left; its end holds the last messages and the instruction. UserError for a token without an embedding.
+        A prompt longer than max_length - max_new_tokens is truncated on the left (BOS too), as rows are in training,
+        because its end holds the last messages and the instruction. UserError for a token without an embedding.
         """
         ids = [] if self.bos_id is None else [self.bos_id]
         ids += token_ids(self.tokenizer, [prompt])[0]
@@ -93,11 +94,11 @@ class Codec:
         return self.tokenizer.decode(ids, **options)
 
     def _text_of_cut(self, ids: list[int]) -> str:
-        """The text of a reply that the limit has cut, without an incomplete last character.
+        """The text of a reply cut by the length limit, without an incomplete last character.
 
-        That would decode to U+FFFD, which the row would then teach. A U+FFFD that the model wrote stays.
+        It would decode to U+FFFD, which the training row would then teach. A U+FFFD that the model wrote stays.
         """
-        for dropped in range(4):  # an incomplete character in UTF-8 has at most three bytes
+        for dropped in range(4):  # an incomplete UTF-8 character has at most three bytes
             kept = ids[: max(len(ids) - dropped, 0)]
             text = self._text(kept)
             last_tokens = filter(None, self.tokenizer.convert_ids_to_tokens(kept[-3:]))
@@ -107,7 +108,7 @@ class Codec:
 
     @functools.cached_property
     def unseen_ids(self) -> set[int]:
-        """The special tokens except thought tags, which are special in some tokenizers."""
+        """Special tokens except thought tags, which some tokenizers declare as special."""
         tokens = self.tokenizer.added_tokens_decoder.items()
         return {index for index, token in tokens if token.special and str(token) not in ALL_THOUGHT_TAGS}
 
@@ -118,8 +119,8 @@ class LocalModel:
         self.model = model
         self.codec = Codec(tokenizer, sampling, model.generation_config, vocab_size)
         warn_of_positions(model.config, sampling.max_length)
-        # Otherwise `generate` would take settings that we leave unset, such as a repetition penalty, from the folder's
-        # generation_config.json. Of that, only the end tokens count, which Codec has.
+        # Otherwise `generate` would take unset settings, such as a repetition penalty, from the folder's
+        # generation_config.json, of which we use only the end tokens (in Codec).
         model.generation_config = GenerationConfig()
         self.computes_in = f"on {model.device} in {str(model.dtype).removeprefix('torch.')}"
 
@@ -128,7 +129,7 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
     """Load a model folder onto this process's device. UserError if weights are missing."""
     device = own_device()
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread; a new thread begins with the first GPU
+        torch.cuda.set_device(device)  # per thread; a new thread starts on the first GPU
     code = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(str(folder), **code)
     model = load_model(folder, dtype=flags.dtype or "auto", device_map={"": device}, **code)
@@ -136,9 +137,9 @@ def load_local_model(folder: Path, flags: EngineFlags) -> LocalModel:
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU. UserError if there are fewer GPUs than processes.
+    """This process's GPU, or the CPU. UserError if there are fewer GPUs than processes.
 
-    All models of a process share this GPU: its engines take turns, so a second GPU would only wait.
+    All models of a process share one GPU, because its engines take turns and a second GPU would be idle.
     """
     if not torch.cuda.is_available():
         warn_of_idle_gpu()
@@ -154,35 +155,35 @@ class Prompt(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes the replies of one model to the requests of many games.
+    """Computes one model's replies to the requests of many games.
 
-    All engines use Codec, so that prompts, cuts and the ends of replies are the same, and `Sampling.drawing`.
+    Prompts, truncation, ends of replies and sampling are the same in all engines: Codec and `Sampling.drawing`.
     """
 
     name: ClassVar[str]  # as in --engine
     codec: Codec
     size: int  # requests computed at once
     computes_in: str  # device and dtype, for the log
-    # True if the keys and values of a game are kept between its messages, so that more than `size` games at once would
-    # evict each other's. Plain generate keeps none: there batch x models games keep one batch full.
+    # True if a game's keys and values are kept between its messages, so that more than `size` concurrent games would
+    # evict each other's. Plain generate keeps none, and needs batch x models games to keep one batch full.
     size_limits_games: ClassVar[bool]
 
     @classmethod
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> AbstractContextManager["StartEngine"]:
-        """Load one of the `models` models of a match; its memory is freed when the block ends."""
+        """Load one of `models` models that share the memory. Its memory is freed when the block ends."""
 
     def start(self, request: int, prompt: Prompt) -> None:
-        """Queue a request under this number."""
+        """Queue a prompt under the number `request`."""
 
     def run(self) -> list[tuple[int, Reply]]:
-        """Compute until at least one reply has ended. Returns (request, reply) pairs of ended replies."""
+        """Compute until at least one reply has ended. Returns (request, reply) pairs."""
 
 
-StartEngine = Callable[[float], Engine]  # from the largest number of games at once to an engine of a loaded model
+StartEngine = Callable[[float], Engine]  # takes the most games at once, returns an engine over the loaded model
 
 
 class OwnEngine(Engine):
-    """An engine over a transformers model, which stays loaded while each run of games gets a new engine."""
+    """An engine over a transformers model. The model stays loaded; each run of games gets a new engine."""
 
     def __init__(self, local: LocalModel, size: int):
         self.codec = local.codec
@@ -197,16 +198,16 @@ class OwnEngine(Engine):
 
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> Engine:
-        """An engine of this model, one of `models` in memory, for at most `limit` games at once."""
+        """An engine for at most `limit` games at once, with one of `models` models that share the memory."""
         raise NotImplementedError
 
 
 class Batcher:
-    """Collects the requests of all games and runs the engines of a process in turn.
+    """Collects the requests of all games and runs a process's engines in turn, in the given state of torch.
 
-    An engine runs when every live game waits for a reply, never on a timer, so the same games with the same seed get
-    the same replies (unless the other player is a server, which answers in its own time). Of two engines, the one with
-    more open requests runs first, because its batch is fuller. They run with this state of torch.
+    An engine runs when every live game waits for a reply, never on a timer, so that the same games with the same seed
+    get the same replies (unless the other player is a server, whose timing varies). Of two engines, the one with more
+    open requests runs first, because its batch is fuller.
     """
 
     def __init__(self, state: TorchState):
@@ -246,7 +247,7 @@ class Batcher:
             return engine.run()
 
     async def _gather(self) -> int:
-        """Let the games run until all of them wait for a reply. Returns the number of open requests."""
+        """Let the games run until all wait for a reply. Returns the number of open requests."""
         before = None
         while (now := sum(map(len, self.open.values()))) != before:
             before = now
@@ -255,7 +256,7 @@ class Batcher:
 
 
 class LocalPlayer(ModelPlayer):
-    """Plays with a model in this process. All players of a process share one batcher."""
+    """Plays with a model in this process, over a batcher that all players of the process share."""
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine = engine

@@ -5,16 +5,16 @@ import os
 import psutil
 import torch
 
-MEMORY_SHARE = 0.7  # of the free memory is for games, the rest for activations and fragmentation
-MOST_ON_GPU = 1024  # games at once, however much memory there is
+MEMORY_SHARE = 0.7  # of free memory for games; the rest is for activations and fragmentation
+MOST_ON_GPU = 1024  # games at once, at most
 MOST_ON_CORES = 256
 
 
 def slots_for_memory(model, engines: int = 1) -> tuple[int, int]:
-    """The number of slots of an engine, and of the tokens in its cache.
+    """The number of slots of an engine, and of tokens in its cache.
 
-    `engines` share the free memory equally; their models are loaded already. The logits of all slots take at most a
-    quarter of a share, the cache the rest.
+    `engines` engines, whose models are loaded already, share the free memory equally. The logits of all slots take at
+    most a quarter of a share, the cache the rest.
     """
     free = int(MEMORY_SHARE * _free_memory(model) / engines)
     most = MOST_ON_GPU if model.device.type == "cuda" else MOST_ON_CORES
@@ -30,12 +30,12 @@ def token_bytes(model) -> int:
 
 
 def logit_bytes(model) -> int:
-    """Bytes of one slot's logits while a token is sampled: four copies in float32."""
+    """Bytes of one slot's logits during sampling: four float32 copies."""
     return 4 * 4 * model.config.get_text_config().vocab_size
 
 
 def _free_memory(model) -> int:
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # of the previous match
+        torch.cuda.empty_cache()  # left by the previous match
         return torch.cuda.mem_get_info(model.device)[0]
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""Random Llamas and their tokenizers, for the embedded world, the benchmarks and the tests."""
+"""Randomly initialized Llamas and their tokenizers, for the toy world and the tests."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}  # ids 0 to 3
-SHAPE = {  # of the embedded world's models
+SHAPE = {  # of the toy world's models
     "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -17,7 +17,7 @@ SHAPE = {  # of the embedded world's models
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens trained on these texts; at least the 256 bytes and SPECIAL_TOKENS."""
+    """A byte-level BPE trained on `texts`, with `vocab_size` tokens but at least the 256 bytes and SPECIAL_TOKENS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def random_llama(vocab_size: int, seed: int, *, dtype: torch.dtype = torch.float32, **config) -> LlamaForCausalLM:
-    """A Llama with random weights drawn by `seed`; `config` are further fields of LlamaConfig."""
+    """A Llama with random weights drawn from `seed`; `config` has further fields of LlamaConfig."""
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **special | config), dtype=dtype)

@@ -1,16 +1,16 @@
-"""Which tokens the slot engine computes next: requests get slots, slots get blocks of the cache.
+"""The slot engine's scheduler: assigns slots to requests and cache blocks to slots, and chooses each step's tokens.
 
 A slot keeps the keys and values of its game's last prompt and reply, in blocks of BLOCK tokens as in vLLM (Kwon et al.
-2023, arXiv 2309.06180), so that a short game does not take the memory and time of a long one. Only indices of blocks
-are handled here, not their content.
+2023, arXiv 2309.06180), so that a short game does not take the memory and time of a long one. The scheduler handles
+block indices only, not their content.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
-BLOCK = 32  # tokens of a block; larger blocks waste more memory, smaller ones make longer block tables
-PREFILL_TOKENS = 2048  # most prompt tokens of a step; bounds the memory of activations
+BLOCK = 32  # tokens per block; larger blocks waste more memory, smaller ones make longer block tables
+PREFILL_TOKENS = 2048  # most prompt tokens in a step; bounds the memory of activations
 
 
 def num_blocks_for(tokens: int) -> int:
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(eq=False)
 class Slot:
-    """The tokens of one game: cached ones, then pending ones, of which the next step computes the new tokens."""
+    """One game's tokens: cached ones, then pending ones, the first of which are the next step's new tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -48,17 +48,17 @@ class Slot:
 
     @property
     def num_block_tokens(self) -> int:
-        """Tokens in blocks after the step: cached and new ones, without the common prefix."""
+        """Cached and new tokens that are in blocks after the step, that is, without the common prefix."""
         return self.new_positions.stop - self.num_prefix_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether no token is pending after the step, so that the next one can be sampled."""
+        """Whether the step computes all pending tokens, so that the next token can be sampled."""
         return self.new_positions.stop == len(self.token_ids)
 
 
 class BlockManager:
-    """Allocates blocks, which are indices from 0."""
+    """Allocates blocks, identified by indices from 0."""
 
     def __init__(self):
         self.num_blocks = 0  # used and free blocks
@@ -69,7 +69,7 @@ class BlockManager:
         return self.num_blocks - len(self.free)
 
     def resize(self, block_table: list[int], tokens: int) -> None:
-        """Append or free blocks at the end of a block table, so that `tokens` tokens fit."""
+        """Allocate or free blocks at the end of a block table, so that it holds `tokens` tokens."""
         count = num_blocks_for(tokens)
         while len(block_table) > count:
             self.free.append(block_table.pop())
@@ -80,10 +80,10 @@ class BlockManager:
             block_table.append(self.free.pop())
 
     def compact(self, busy: list[list[int]], idle: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Give busy slots the lowest blocks, so that a step can read them without a copy.
+        """Renumber blocks so that busy slots have the lowest ones, which a step can then read without a copy.
 
-        `busy` and `idle` are block tables. Returns (targets, sources): the content of block sources[i] must move to
-        block targets[i].
+        `busy` and `idle` are block tables, changed in place. Returns (targets, sources): the content of block
+        sources[i] must move to block targets[i].
         """
         used = {block for table in busy for block in table}
         high = [block for block in used if block >= len(used)]
@@ -98,9 +98,9 @@ class BlockManager:
 class Scheduler:
     """Gives slots to requests (`admit`), and chooses the tokens of each step (`schedule`).
 
-    A request starts if its prompt and a reply of mean length fit in `block_limit` blocks. When the cache is full, the
-    requests cheapest to recompute are preempted: they lose their keys and values, and wait. Their sampled tokens stay
-    in `Request.reply`, so none is drawn twice. A single request may exceed `block_limit`.
+    A request is admitted if its prompt and a reply of mean length fit in `block_limit` blocks. When the cache is full,
+    the requests cheapest to recompute are preempted: they lose their keys and values but keep their sampled tokens, in
+    `Request.reply`. A request that runs alone may exceed `block_limit`.
     """
 
     def __init__(self, slots: int, *, block_limit: float, max_new_tokens: int):
@@ -108,7 +108,7 @@ class Scheduler:
         self.block_limit = block_limit
         self.max_new_tokens = max_new_tokens
         self.waiting: deque[Request] = deque()
-        self.idle = self.slots.copy()  # slots without a request, in the order in which new games take them
+        self.idle = self.slots.copy()  # slots without a request, in the order in which they are reused
         self.prefix: list[int] = []  # token ids of the common prefix
         self.block_manager = BlockManager()
         self.num_replies = self.num_reply_tokens = 0  # of finished replies
@@ -118,16 +118,16 @@ class Scheduler:
         return [slot for slot in self.slots if slot.request]
 
     def common_prefix(self) -> list[int]:
-        """The tokens with which all prompts of the first requests begin."""
+        """The tokens that all prompts of the first requests begin with."""
         first = list(self.waiting)[: len(self.slots)]
         return list(commonprefix([request.prompt_ids[:-1] for request in first]))
 
     def admit(self) -> None:
-        """Give each waiting request the idle slot of its game, or another if all expected replies fit in the cache."""
+        """Give waiting requests their game's idle slot, or any other while all expected replies fit in the cache."""
         if not self.waiting:
             return
         slot_of_game = {slot.game: slot for slot in self.idle}
-        # requests whose game has an idle slot first, so that no other request takes that slot
+        # requests whose game has an idle slot come first, so that no other request takes it
         requests = sorted(self.waiting, key=lambda request: request.game not in slot_of_game)[: len(self.idle)]
         expected = [self._expected_blocks(len(slot.token_ids) - slot.num_prefix_tokens) for slot in self.busy]
         free = self.block_limit - sum(expected)
@@ -155,7 +155,7 @@ class Scheduler:
         self.waiting.remove(request)
 
     def _expected_blocks(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens and a reply of mean length; of maximum length until a reply has ended."""
+        """Blocks for `tokens` tokens and a reply of mean length (maximum length until a reply has ended)."""
         if not self.num_replies:
             return num_blocks_for(tokens + self.max_new_tokens)
         return num_blocks_for(tokens + self.num_reply_tokens // self.num_replies)
@@ -163,8 +163,8 @@ class Scheduler:
     def schedule(self) -> tuple[list[Slot], tuple[list[int], list[int]]]:
         """Choose the new tokens: one of every running reply, and at most PREFILL_TOKENS of prompts.
 
-        Returns the slots with new tokens, those with the fewest pending tokens first, and the moves of blocks
-        (targets, sources) to make before the step.
+        Returns the slots with new tokens, fewest pending tokens first, and the block moves (targets, sources) to make
+        before the step.
         """
         while True:
             slots = sorted(self.busy, key=lambda slot: slot.num_pending_tokens)
@@ -204,7 +204,7 @@ class Scheduler:
         slot.request = slot.game = None
 
     def finish(self, slot: Slot) -> None:
-        """Make a slot idle whose reply has ended. It keeps the game's tokens until the memory is needed."""
+        """Mark a slot whose reply has ended as idle. It keeps the game's cache until the memory is needed."""
         self.num_replies += 1
         self.num_reply_tokens += len(slot.request.reply)
         slot.request = None
@@ -212,5 +212,5 @@ class Scheduler:
 
 
 def _num_common(cached: list[int], token_ids: list[int]) -> int:
-    """The length of the common beginning, without the last token, whose logits must be computed."""
-    return len(commonprefix([cached, token_ids[:-1]]))  # `commonprefix` works on lists too
+    """Length of the common beginning, excluding the last token, whose logits must be computed."""
+    return len(commonprefix([cached, token_ids[:-1]]))  # works on lists, too

@@ -1,9 +1,9 @@
 """The slot engine: continuous batching in which every game keeps its keys and values between its prompts.
 
-The next prompt of a game, for either role, begins with the same rules and history, so only the tokens after them are
-computed. (In a chat template the prompts of the two roles share only the rules.) The common prefix of all prompts is
-computed and stored once. A step is one forward pass over one token of every running reply and some tokens of new
-prompts. The model is transformers' own, with another attention function.
+A game's next prompt, for either role, begins with the same rules and history, so only the tokens after them are
+computed (in a chat template the roles' prompts share only the rules). The common prefix of all prompts is computed and
+stored once. A step is one forward pass over one token of every running reply and some tokens of new prompts. The model
+is transformers' own with another attention function.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class SlotEngine(OwnEngine):
     """Continuous batching of at most `slots` requests, for models that `can_hold` accepts.
 
-    Besides the common prefix, the cache holds the keys and values of at most `cache_tokens` tokens.
+    The cache holds the common prefix and at most `cache_tokens` further tokens.
     """
 
     name = SLOTS
@@ -47,7 +47,7 @@ class SlotEngine(OwnEngine):
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> "SlotEngine":
         if not can_hold(local.model, flags.max_length):
-            raise UserError(f"--engine {SLOTS} does not know this model's attention; leave --engine out")
+            raise UserError(f"--engine {SLOTS} does not support this model's attention; omit --engine")
         slots, cache_tokens = slots_for_memory(local.model, engines=models)
         return cls(local, min(flags.per_device_eval_batch_size or slots, limit), cache_tokens)
 
@@ -57,7 +57,7 @@ class SlotEngine(OwnEngine):
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, Reply]]:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would make a new plan for each prompt length
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would build a new plan for each prompt length
         if not self.caches:
             self._compute_prefix()
         while True:
@@ -66,7 +66,7 @@ class SlotEngine(OwnEngine):
                 return finished
 
     def _compute_prefix(self) -> None:
-        """Compute and store the common beginning of the first prompts. Later prompts may use a part of it."""
+        """Compute and store the common prefix of the first prompts. Later prompts may use a part of it."""
         prefix = self.scheduler.prefix = self.scheduler.common_prefix()
         if prefix:
             block_table = list(range(num_blocks_for(len(prefix))))
@@ -76,7 +76,7 @@ class SlotEngine(OwnEngine):
                 cache.set_prefix(len(prefix))
 
     def step(self) -> list[tuple[int, Reply]]:
-        """One forward pass, and a token for each complete slot. Returns (request, reply) pairs of ended replies."""
+        """Run a forward pass and sample a token for each complete slot. Returns (request, reply) of ended replies."""
         slots, (targets, sources) = self.scheduler.schedule()
         targets = torch.tensor(targets, device=self.model.device)
         sources = torch.tensor(sources, device=self.model.device)
@@ -96,7 +96,7 @@ class SlotEngine(OwnEngine):
         """Compute the new tokens. Returns float32 logits: (complete slots, vocabulary)."""
         step = Step(slots, prefix_length, self.caches, self.model.device)
 
-        # Logits only where a token is sampled. (Not every model knows `logits_to_keep`.)
+        # Logits only where a token is sampled (not every model supports `logits_to_keep`).
         def select(module, args):
             return args[0][:, step.logit_indices], *args[1:]
 
@@ -122,7 +122,7 @@ class SlotEngine(OwnEngine):
         return draw(self.warp(None, logits).softmax(-1)).tolist()
 
     def _append(self, slot: Slot, token: int) -> tuple[int, Reply] | None:
-        """Add a sampled token to a reply. Returns (request, reply) if the reply has ended."""
+        """Append a sampled token to a reply. Returns (request, reply) if that ended it."""
         request = slot.request
         request.reply.append(token)
         if token not in self.codec.stop_ids and len(request.reply) < self.codec.sampling.max_new_tokens:
@@ -133,13 +133,13 @@ class SlotEngine(OwnEngine):
 
 
 class AutoEngine(OwnEngine):
-    """The slot engine if it can run the model, else plain batches."""
+    """The slot engine if it can run the model, otherwise plain batches."""
 
     @classmethod
     def over(cls, local: LocalModel, flags: EngineFlags, models: int, limit: float) -> SlotEngine | BatchEngine:
         if can_hold(local.model, flags.max_length):
             return SlotEngine.over(local, flags, models, limit)
-        logger.info("engine %s: %s cannot compute the attention of %s", GENERATE, SLOTS, local.model.name_or_path)
+        logger.info("engine %s: %s does not support the attention of %s", GENERATE, SLOTS, local.model.name_or_path)
         return BatchEngine.over(local, flags, models, limit)
 
 
@@ -151,9 +151,9 @@ def _compute(model, step: Step) -> torch.Tensor:
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
     """Draw one index for each row of (rows, choices) probabilities.
 
-    One random number a row: torch.multinomial uses one a choice, which is slow on a CPU. Sums are float64, because
-    float32 would lose the small probabilities of a large vocabulary. One generator draws for all rows, so a draw
-    depends on the games beside it.
+    Uses one random number per row; torch.multinomial uses one per choice, which is slow on a CPU. Sums are float64,
+    because float32 would lose the small probabilities of a large vocabulary. All rows share a generator, so a draw
+    depends on the other rows of its batch.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     totals = sums[:, -1:]
@@ -163,7 +163,7 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The changes to logits that `generate` makes before it samples, in its order."""
+    """The logits processors that `generate` applies before sampling, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -175,10 +175,10 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 def can_hold(model, max_length: int) -> bool:
-    """Whether the slot engine can run a model with prompts and replies of `max_length` tokens in all.
+    """Whether the slot engine can run a model on sequences of up to `max_length` tokens.
 
     Every layer must attend to all earlier tokens through transformers' attention interface, with keys and values of
-    the same size. Rotary frequencies must not depend on the sequence length, since cached keys are not rotated again.
+    equal size. Rotary frequencies must not depend on the sequence length, because cached keys are not rotated again.
     """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -197,7 +197,7 @@ def can_hold(model, max_length: int) -> bool:
 
 @torch.inference_mode()
 def _can_attend(model) -> bool:
-    """Whether our attention function computes this model's attention, tried with a pass over one token."""
+    """Whether our attention function supports this model, found by a pass over one token."""
     slot = Slot(token_ids=[0], block_table=[0], num_new_tokens=1)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)

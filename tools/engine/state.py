@@ -1,4 +1,4 @@
-"""The process-wide state of torch that engines change: random generators, matmul precision, cuDNN attention."""
+"""Torch's process-wide state that engines change: random generators, matmul precision, cuDNN attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 class TorchState:
-    """A state of torch of the engines' own: random generators, and a matmul precision ("highest", or "high": TF32)."""
+    """The engines' state of torch: random generators, and matmul precision ("highest", or "high" for TF32)."""
 
     def __init__(self, seed: int = 0, precision: str = "highest"):
         self.seed = seed
@@ -16,7 +16,7 @@ class TorchState:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within this block torch has our state; afterwards the caller's is restored."""
+        """Use this state within the block, and restore the caller's afterwards."""
         generators = _generators()
         callers = [generator.get_state() for generator in generators]
         cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
@@ -49,7 +49,7 @@ def _precision(precision: str) -> Iterator[None]:
     callers = [backend.fp32_precision for backend in backends]
     try:
         callers_name = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the caller has set the precision of one backend, for which there is no such name
+    except RuntimeError:  # the caller set the precision of a single backend, which this API cannot express
         callers_name = "highest"
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,4 +1,4 @@
-"""vLLM in this process (`--engine vllm`): token ids and a seed for each request, token ids back."""
+"""vLLM in this process (`--engine vllm`): requests are token ids with a seed, replies are token ids."""
 
 import functools
 import importlib.util
@@ -18,17 +18,17 @@ from tools.engine.flags import AUTO, GENERATE, SLOTS, VLLM, EngineFlags
 from tools.players.player import Reply
 
 if TYPE_CHECKING:
-    from tools.engine.local import Prompt, StartEngine  # bring torch
+    from tools.engine.local import Prompt, StartEngine  # import torch
 
 logger = logging.getLogger(__name__)
 INSTALL = "pip install -r requirements.txt vllm==0.32.0"
 PROMPTS_AT_ONCE = 256  # default of --per_device_eval_batch_size
-MEMORY_SHARE = 0.9  # of a GPU's memory is for the models on it
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: no child process, so each run schedules the requests alike
+MEMORY_SHARE = 0.9  # of a GPU's memory, for all models on it
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: no child process, which makes scheduling deterministic
 # Defaults of environment variables that vLLM reads.
 VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-# Prefixes of variables that vLLM must not see: torchrun's, or it would join torchrun's store as a rank; and expandable
-# segments, which the loop sets for training and with which vLLM's all-reduce over several GPUs fails.
+# Prefixes of variables to hide from vLLM: torchrun's, because it would join torchrun's store as a rank, and expandable
+# segments, which the loop sets for training and which break vLLM's all-reduce over several GPUs.
 HIDDEN = ("TORCHELASTIC_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 
 
@@ -38,11 +38,11 @@ def has_vllm() -> bool:
 
 @functools.cache
 def claim_gpus(number: int) -> None:
-    """Limit this process to its own `number` GPUs, and set the variables that vLLM reads at import."""
+    """Restrict this process to its own `number` GPUs, and set the variables that vLLM reads at import."""
     import torch
 
     os.environ.update(VARIABLES | dict(os.environ) | {IN_PROCESS: "0"})
-    # device_count, unlike is_available, does not start CUDA, which would fix the GPUs that this process sees.
+    # Unlike is_available, device_count does not initialize CUDA, which would fix the GPUs that this process sees.
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     if torch.cuda.device_count():  # vLLM also runs on CPUs
@@ -52,7 +52,7 @@ def claim_gpus(number: int) -> None:
 
 
 class VLLMEngine:
-    """Answers `size` requests at once by vLLM's LLMEngine; `models` engines share the GPUs of this process."""
+    """vLLM's LLMEngine for `size` requests at once; `models` engines share this process's GPUs."""
 
     name = VLLM
     size_limits_games = True
@@ -72,7 +72,7 @@ class VLLMEngine:
             generation = GenerationConfig.from_pretrained(folder)
         self.codec = Codec(load_tokenizer(str(folder), **code), flags, generation)
         self.size = size
-        # vLLM's own `auto` would compute a float32 model in half precision
+        # vLLM's `auto` would run a float32 model in half precision
         dtype = flags.dtype or str(config.dtype or config.get_text_config().dtype or AUTO).removeprefix("torch.")
         self.computes_in = f"in {dtype}"
         self.llm = _start(_arguments(folder, flags, size, models, dtype))
@@ -82,7 +82,7 @@ class VLLMEngine:
     @classmethod
     @contextmanager
     def loaded(cls, folder: Path, flags: EngineFlags, models: int) -> Iterator["StartEngine"]:
-        """The engine of this model, which holds its memory until the block ends. Its size is fixed at the start."""
+        """The engine of this model, which holds its memory until the block ends and ignores the limit on games."""
         engine = cls(folder, flags, flags.per_device_eval_batch_size or PROMPTS_AT_ONCE, models)
         yield lambda limit: engine
         engine.end()
@@ -122,11 +122,11 @@ class VLLMEngine:
 
 
 def _arguments(folder: Path, flags: EngineFlags, size: int, models: int, dtype: str) -> list[str]:
-    """Flags of `vllm serve`. The user's come last, and of a repeated flag the last one counts."""
-    # --generation-config vllm: no sampling parameters from the model folder
+    """Flags of `vllm serve`. The user's come last and so override ours."""
+    # --generation-config vllm: ignore sampling parameters in the model folder
     argv = ["--model", str(folder), "--generation-config", "vllm", "--max-model-len", str(flags.max_length)]
     argv += ["--dtype", dtype, "--gpu-memory-utilization", f"{MEMORY_SHARE / models:.3f}"]
-    # the tokens of a step bound the memory of activations
+    # tokens per step bound the memory of activations
     argv += ["--max-num-seqs", str(size), "--max-num-batched-tokens", "8192"]
     # safetensors only: pickled weights could run code
     argv += ["--tensor-parallel-size", str(flags.tensor_parallel_size), "--load-format", "safetensors"]
@@ -134,17 +134,17 @@ def _arguments(folder: Path, flags: EngineFlags, size: int, models: int, dtype: 
     argv += ["--language-model-only"]  # a trained multimodal model has no image processor
     if flags.trust_remote_code:
         argv.append("--trust-remote-code")
-    # A second engine in this process deletes the CUDA graphs of the first, whose replies then are nonsense.
+    # A second engine in this process deletes the first one's CUDA graphs, whose replies are then nonsense.
     if models > 1 and flags.tensor_parallel_size == 1:
         argv.append("--enforce-eager")
     return [*argv, *shlex.split(flags.vllm_args)]
 
 
 def _start(argv: list[str]):
-    """An LLMEngine with these flags of `vllm serve`, started without the variables of the launcher.
+    """Start an LLMEngine with these flags of `vllm serve`, without the launcher's environment variables.
 
-    If it does not start, its traceback is logged and a UserError names the other engines. None of them takes over, not
-    even for `--engine auto`: whether play may be slower is the user's choice.
+    If that fails, the traceback is logged and a UserError names the other engines. Even `--engine auto` does not fall
+    back to them, because much slower play should be the user's choice.
     """
     names = [name for name in os.environ if name in LAUNCHER_VARIABLES or name.startswith(HIDDEN)]
     hidden = {name: os.environ.pop(name) for name in names}
@@ -158,6 +158,6 @@ def _start(argv: list[str]):
         logger.exception("vLLM did not start")
         first_line = str(error).strip().partition("\n")[0]
         why = f"{type(error).__name__}: {first_line}"
-        raise UserError(f"vLLM did not start ({why}); --engine {SLOTS} or {GENERATE} plays without it") from error
+        raise UserError(f"vLLM did not start ({why}); use --engine {SLOTS} or {GENERATE} instead") from error
     finally:
         os.environ.update(hidden)
