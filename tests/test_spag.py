@@ -53,7 +53,7 @@ def test_flags_of_play_count_for_functions_too(tmp_path):
     (episode,) = spag.play(["art"], lambda turn: seen.append(turn.prompt()) or "A start.", defender, **flags)
     assert seen[0].startswith("Rules of 5 turns.")
     assert episode["outcome"] == "attacker wins"  # "art" in "start" breaks no rule by whole words
-    with pytest.raises(UserError, match="human plays with python -m tools.play_llm_game"):
+    with pytest.raises(UserError, match="human needs python -m tools.play_llm_game"):
         spag.play(["art"], "human", defender)
     with pytest.raises(TypeError, match="nonsense"):
         spag.play(["art"], attacker, defender, nonsense=1)
@@ -133,7 +133,7 @@ def test_a_game_step_by_step():
 
 def test_a_step_refuses_what_is_not_a_text_and_a_game_that_is_over():
     for message in (None, 3, b"bytes"):
-        with pytest.raises(ValueError, match="must be a text"):
+        with pytest.raises(ValueError, match="must be a string"):
             spag.step("taboo", "apple", [], message)
     ended = spag.step("taboo", "apple", [], "An apple.")
     with pytest.raises(ValueError, match="is over"):

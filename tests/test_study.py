@@ -474,7 +474,7 @@ def test_the_gate_of_a_study_stops_a_seed_whose_model_cannot_play(tmp_path, righ
         summary = tmp_path / arm / "epoch1/episodes/imitation_sampling_words_summary.json"
         write_json(summary, {"games": 100, "outcomes": outcomes})
     preparations.gate(str(tmp_path / "silent"))
-    with contextlib.nullcontext() if opens else pytest.raises(UserError, match="cannot play well enough"):
+    with contextlib.nullcontext() if opens else pytest.raises(UserError, match="does not play well enough"):
         preparations.gate(str(tmp_path / "gate"))
 
 

@@ -92,11 +92,11 @@ NEW_PYTHON = pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12
     [
         ("TicTacToe", "TicTacToe-raw not found"),  # without its version
         ("Taboo-v0", "at least 4 players"),
-        pytest.param("Chess-v0", "cannot read its code.*take Python 3.12 or newer", marks=NEW_PYTHON),
-        ("Klondike-v0", "cannot read its code .*another environment"),
+        pytest.param("Chess-v0", "cannot parse its code.*use Python 3.12 or newer", marks=NEW_PYTHON),
+        ("Klondike-v0", "cannot parse its code .*another environment"),
         ("DontSayIt-v0", "python -m nltk.downloader words"),
-        ("UsedCar-v0-balanced", "No module named 'textarena.envs.UsedCar'.*take another environment"),
-        ("ScorableGames-v0", "Game configuration directory not found.*take another environment"),
+        ("UsedCar-v0-balanced", "No module named 'textarena.envs.UsedCar'.*use another environment"),
+        ("ScorableGames-v0", "Game configuration directory not found.*use another environment"),
     ],
 )
 def test_an_environment_that_cannot_be_played_is_one_line_that_says_what_helps(env, error, monkeypatch):

@@ -1,16 +1,16 @@
-"""The pieces as functions: play, judge, rows, batch, loss, and a game step by step.
+"""The pieces of SPAG as functions: play, judge, rows, batch, loss, and a game step by step.
 
-A whole epoch of self-play, which runs as it stands:
+A complete epoch of self-play, runnable as is:
 
     import torch
     from tools import spag
     from tools.engine.random_model import SHAPE, random_llama, train_tokenizer
 
-    # Play: in the place of a function may stand a model folder, or openai:MODEL.
+    # Play. A player is a function, a model folder, or openai:MODEL.
     episodes = spag.play(["cat", "violin"], lambda turn: "It purrs.", lambda turn: "I know the word! It is cat!")
     outcomes = [spag.judge(episode).outcome for episode in episodes]  # ['defender wins', 'attacker wins']
-    rows = spag.rows(episodes)  # a row for each message of a winner, with its reward and weight
-    # Train: the reference is the model that played, here one of a million parameters made on the spot.
+    rows = spag.rows(episodes)  # one per message of a winner, with its reward and weight
+    # Train. The reference is the model that played; here both are the same random one with 1M parameters.
     tokenizer = train_tokenizer((row["query"] + row["target"] for row in rows), vocab_size=1000)
     policy = random_llama(len(tokenizer), 0, **SHAPE)
     reference = random_llama(len(tokenizer), 0, **SHAPE)
@@ -19,7 +19,7 @@ A whole epoch of self-play, which runs as it stands:
     loss.backward()
     optimizer.step()
 
-Playing and rows need no torch, unless a model plays in this process. Batches and the loss need torch, transformers,
+Play and rows need no torch, unless a model plays in this process. Batches and the loss need torch, transformers,
 datasets and accelerate.
 """
 
@@ -48,10 +48,10 @@ Speaker = str | Path | Choose
 class Step(NamedTuple):
     """A game after one more message."""
 
-    history: list[dict[str, str]]  # with the message as the players read it
-    role: str | None  # whose turn is next; None: the game is over
-    outcome: str | None = None  # of a game that is over
-    points: Mapping[str, float] = {}  # of each role, in [0, 1], once the game is over
+    history: list[dict[str, str]]  # including the message as the players read it
+    role: str | None  # who speaks next; None: the game is over
+    outcome: str | None = None  # once the game is over
+    points: Mapping[str, float] = {}  # by role, in [0, 1], once the game is over
 
 
 def step(
@@ -63,16 +63,16 @@ def step(
     max_turns: float | None = None,
     special: Collection[str] = (),
 ) -> Step:
-    """Add a message of the role whose turn it is. A game begins with an empty history.
+    """Add a message by the role whose turn it is. A game starts with an empty history.
 
-    `special` are the texts of special tokens (`tokenizer.all_special_tokens`) of the models that play. The message
-    loses them before it is judged, so that no player can end its turn in the other's chat and go on in another name.
-    ValueError for a message that is not a text, and for a game that is over.
+    `special` are the special tokens' texts (`tokenizer.all_special_tokens`) of the models that play. They are removed
+    from the message before it is judged, because a player could use them to end its turn in the other's chat and go
+    on as somebody else. ValueError for a message that is not a string, and for a game that is over.
     """
     game = load(game)
     max_turns = max_turns or game.max_turns
     if not isinstance(message, str):
-        raise ValueError(f"a message must be a text, not {message!r:.60}")
+        raise ValueError(f"a message must be a string, not {message!r:.60}")
     if game.is_over(history, task, max_turns):
         raise ValueError(f"the game about {task!r} is over after {len(history)} messages")
     history = [*history, as_message(game.next_role(task, history), message, frozenset(special))]
@@ -91,17 +91,17 @@ def chat(
     max_turns: float | None = None,
     templates: Templates | None = None,
 ) -> list[dict[str, str]]:
-    """The game as a chat of the role whose turn it is: rules and instruction are the system message.
+    """The game as chat messages for the role whose turn it is; rules and instruction form the system message.
 
-    From one turn of a role to its next, the chat only grows, unless the game changes the role's secrets. So a model
-    can be trained on a whole game as one sequence, in which the other role's messages are masked.
+    From one turn of a role to its next the chat only grows (unless the game changes the role's secrets), so that a
+    model can be trained on a whole game as one sequence with the other role's messages masked.
     """
     game = load(game)
     return play_prompt(game, history, task, max_turns or game.max_turns, templates, join=chat_messages)
 
 
 def batched(messages: Callable[[list[Turn]], list[str]]) -> Choose:
-    """A player from a function that answers many games at once, such as a model that you hold, in one batch.
+    """A player from a function that answers many turns at once, such as a batched model of yours.
 
     The first game to ask waits for 10 ms; the function gets the turns of all games that have asked by then.
     """
@@ -122,11 +122,11 @@ def batched(messages: Callable[[list[Turn]], list[str]]) -> Choose:
 
 
 class Transcript:
-    """A game as one sequence of tokens, for a trainer: what the model has read and written in one role.
+    """A game as one token sequence for a trainer: what the model read and wrote in one role.
 
-    `prompt_ids` end where the model's first message begins; `completion_ids` hold its messages and those of the other
-    role, `mask` 1 for each token that the model wrote and 0 for each that it read. `template` are options of the
-    tokenizer's chat template, such as enable_thinking=False.
+    `prompt_ids` end where the model's first message begins. `completion_ids` are the messages of both roles from there
+    on, and `mask` is 1 for tokens that the model wrote, 0 for those it read. `template` are options of the tokenizer's
+    chat template, such as enable_thinking=False.
     """
 
     def __init__(self, tokenizer, **template):
@@ -137,20 +137,20 @@ class Transcript:
         self.mask: list[int] = []
 
     def read(self, chat: list[dict[str, str]]) -> list[int]:
-        """Add what is new in this chat, of the model's next turn. Returns all tokens, which the model continues."""
+        """Add what is new in the chat of the model's next turn. Returns all tokens, for the model to continue."""
         if not self.completion_ids:
             self.prompt_ids = self._encode(self._render(chat))
         else:
-            # What the template writes behind a reply: its end token, the other's message, the beginning of the next.
+            # What the template writes after a reply: its end token, the other's message, the start of the next reply.
             mark = "@@@"
             between = [{"role": USER, "content": ""}, {"role": ASSISTANT, "content": mark}, chat[-1]]
             ids = self._encode(self._render(between).partition(mark)[2])
-            ended = self.completion_ids[-1] == ids[0]  # otherwise the reply was cut off
+            ended = self.completion_ids[-1] == ids[0]  # else the reply was cut off
             self._add(ids[ended:], wrote=0)
         return self.prompt_ids + self.completion_ids
 
     def write(self, ids: list[int]) -> None:
-        """Add a reply of the model, with its end token if it has one."""
+        """Add a reply of the model, including its end token if it has one."""
         self._add(ids, wrote=1)
 
     def _add(self, ids: list[int], wrote: int) -> None:
@@ -175,13 +175,13 @@ async def play_async(
     special: Collection[str] = (),
     **flags,
 ) -> list[dict]:
-    """`play` in the event loop that is running, so that an async function can use what belongs to this loop."""
+    """`play` in the running event loop, for async players that use resources of that loop."""
     options = PlayFlags(game=game if isinstance(game, str) else game.name, **flags)
     game = options.load_game() if isinstance(game, str) else game
     templates = options.load_templates(game) if options.prompt_templates else templates
     speakers = [str(player) if isinstance(player, Path) else player for player in (first, second)]
     if HUMAN in speakers:
-        raise UserError(f"{HUMAN} plays with python -m tools.play_llm_game; here give a function that asks you")
+        raise UserError(f"{HUMAN} needs python -m tools.play_llm_game; here, pass a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     for player in players.values():
         player.special_texts |= frozenset(special)
@@ -199,25 +199,24 @@ async def play_async(
 
 
 def play(tasks: Sequence[str], first: Speaker, second: Speaker, **options) -> list[dict]:
-    """Play one game about each task, many at once, and return the episodes in the order of the tasks.
+    """Play one game per task, many at once, and return the episodes in the order of the tasks.
 
-    `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, plain or async,
-    gets a Turn, whose `prompt()` is the prompt of play, and returns a message. `options` are those of `play_async`:
-    `game`, `templates`, `seed`, and the flags of play_llm_game; vLLM, which takes 90% of a GPU, plays only with
-    engine="vllm". `special` are the texts of special tokens of a model for which a function speaks (as in `step`);
-    those of the other models are known. The same seed draws the same again: change it each round. A game of which a
-    server gave no reply is left out, with a warning.
+    `first` and `second` play the game's first and second role (Taboo: attacker, defender). A function, sync or async,
+    gets a Turn, whose `prompt()` is play's prompt, and returns a message. `options` are those of `play_async`: `game`,
+    `templates`, `seed`, and the flags of play_llm_game. vLLM takes 90% of a GPU and is used only with engine="vllm".
+    `special` are special tokens (as in `step`) of a model behind a function; other models' are known. The same seed
+    gives the same draws, so change it each round. Games that a server failed to answer are left out with a warning.
 
-    No game is stored, so a kill loses all of them; tools/play_llm_game.py stores each game as it ends. Models of this
-    process stay loaded for a next call with the same models and flags. `drop_models` in tools/players/make.py frees
-    their memory, such as before a training.
+    Nothing is stored, so a kill loses all games; tools/play_llm_game.py stores each game as it ends. Models in this
+    process stay loaded for the next call with the same models and flags; `tools.players.make.drop_models` frees their
+    memory, for example before training.
     """
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop at work in its own
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
         return thread.submit(asyncio.run, play_async(tasks, first, second, **options)).result()
 
 
 def judge(episode: Mapping, *, game: str | Game = "taboo") -> Verdict:
-    """How a game ended, and its number of messages up to the decisive one."""
+    """How a game ended, and its number of messages up to and including the decisive one."""
     game = load(game)
     game.check_episode(episode)
     return game.judge(*(episode[key] for key in EPISODE_KEYS))
@@ -232,11 +231,11 @@ def rows(
     seed: int = 0,
     **flags,
 ) -> list[Row]:
-    """Training rows: query, target, reward, role and weight of each message that gets a reward.
+    """Training rows: query, target, reward, role and weight of each message with a reward.
 
-    `prompt` is "play", the prompt under which the message was sampled, so that log-probabilities of play belong to it,
-    or "random" for the paper's prompts, drawn by `seed`. `flags` are those of assign_rewards: decay_weight, losers,
-    ties, messages. Rows in a chat template are made by that program alone. Weights count all episodes of the call.
+    `prompt` is "play" for the prompts that the messages were sampled from, which log-probabilities recorded in play
+    belong to, or "random" for the paper's prompts, drawn by `seed`. `flags` are those of assign_rewards: decay_weight,
+    losers, ties, messages. Only that program makes rows in a chat template. Weights are over all episodes of the call.
     """
     options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)
@@ -250,10 +249,10 @@ def batch(
     device: str = "cpu",
     vocab_size: float = math.inf,
 ) -> dict:
-    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, a mask of each kind (rows,).
+    """Padded tensors: input_ids, attention_mask, labels (rows, tokens); rewards, weights, a mask per kind (rows,).
 
-    scored_positions (scored tokens,) is to be left out if you slice rows. Sets maximum length and side of the
-    tokenizer. `vocab_size` is the model's, if the tokenizer's padding token may lie behind it.
+    Drop scored_positions (scored tokens,) if you slice rows. Sets the tokenizer's maximum length and truncation side.
+    `vocab_size` is the model's, needed if the id of the padding token may exceed it.
     """
     from dataloaders import SPAGCollator, encode_example
 
@@ -266,10 +265,9 @@ def batch(
 def loss(policy, reference, batch: Mapping, **coefficients):
     """(loss, metrics) of OfflinePO for two causal language models of transformers; the reference gets no gradient.
 
-    `coefficients` are those of `offline_po_loss`; one that is left out has train.py's default. Rows with negative
-    rewards need `detach_kl`, or their log-ratio runs away. Game rows and SFT rows are each averaged over this batch.
-    To average over a step of several batches, give each the step's `num_game_rows` and `num_sft_rows`, and add the
-    losses up.
+    `coefficients` are those of `offline_po_loss`, with train.py's defaults. Rows with negative rewards need
+    `detach_kl`, or their log-ratio runs away. Game rows and SFT rows are each averaged over this batch; to average
+    over several batches, pass the totals as `num_game_rows` and `num_sft_rows` with each, and sum the losses.
     """
     import torch
 
@@ -277,7 +275,7 @@ def loss(policy, reference, batch: Mapping, **coefficients):
 
     with torch.no_grad():
         ref_logprob = label_logprob(reference, reference, batch)
-    module = getattr(policy, "module", policy)  # inside DistributedDataParallel
+    module = getattr(policy, "module", policy)  # unwrap DistributedDataParallel
     return offline_po_loss(
         label_logprob(policy, module, batch),
         ref_logprob,

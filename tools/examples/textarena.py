@@ -1,7 +1,7 @@
 """TextArena's two-player games: --game tools/examples/textarena.py:TextArena --game_options env=TicTacToe-v0.
 
-A task is a seed. An environment cannot take a move back, so every decision replays the game: the environment is reset
-with the seed, then takes one step for each message.
+A task is a seed. Environments cannot undo a move, so every decision replays the game: reset with the seed, then one
+step per message.
 """
 
 import importlib.metadata
@@ -16,11 +16,11 @@ from tools.games.game import Game, History, Outcome
 
 ZERO = "player_zero"
 ONE = "player_one"
-NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")  # in the message of NLTK's LookupError
+NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")  # in NLTK's LookupError
 
 
 class TextArena(Game):
-    """The environment `env`. An invalid move is a breach of the rules; a draw gives half a point to each player."""
+    """The environment `env`. An invalid move is a rule violation; a draw is worth half a point to each player."""
 
     name = "textarena"
     title = "TextArena"
@@ -40,7 +40,7 @@ class TextArena(Game):
     def __init__(self, env: str):
         _require_package()
         self.env = env
-        # Episodes store the name, but no options: by it games of another environment are refused.
+        # Episodes store the name but no options, so the name must identify the environment.
         self.name = f"{self.name}:{env}"
         self.title = env
         limit = self._first_state().max_turns
@@ -48,15 +48,15 @@ class TextArena(Game):
             self.max_turns = math.ceil((limit + 1) / 2)
 
     def check_task(self, task: str) -> None:
-        int(task)  # ValueError: it is not a seed
+        int(task)  # ValueError: not a seed
 
     def next_role(self, task: str, history: History) -> str:
         return self.roles[self._replay(task, history).current_player_id]
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """The rules for this player, and what the environment has told this player; only the last board is shown.
+        """The rules, and what the environment has told this player, with only the latest board.
 
-        The moves of both players (PLAYER_ACTION) are left out, since they are the messages of the history.
+        The players' moves (PLAYER_ACTION) are left out, because the history already has them.
         """
         observations = self._replay(task, history).observations[self.roles.index(role)]
         rules = [text for _, text, kind in observations if kind.name == "PROMPT"]
@@ -80,32 +80,31 @@ class TextArena(Game):
         try:
             with user_errors(where, ValueError, AssertionError):  # unknown, or not for two players
                 return self._replay(self.example_task, ())
-        except SyntaxError as error:  # most of these files use f-strings as Python 3.12 reads them
-            why = f"Python {sys.version_info.major}.{sys.version_info.minor} cannot read its code ({error})"
-            raise UserError(f"{where}: {why}; take Python 3.12 or newer, or another environment") from None
-        except (ImportError, OSError) as error:  # a module or a text file that the package on PyPI lacks
+        except SyntaxError as error:  # many environments use f-string syntax of Python 3.12
+            why = f"Python {sys.version_info.major}.{sys.version_info.minor} cannot parse its code ({error})"
+            raise UserError(f"{where}: {why}; use Python 3.12 or newer, or another environment") from None
+        except (ImportError, OSError) as error:  # a module or text file missing from the PyPI package
             why = f"a part of it is missing ({error})"
-            raise UserError(f"{where}: {why}; take another environment, or install that part") from None
+            raise UserError(f"{where}: {why}; use another environment, or install that part") from None
         except LookupError as error:
             if (missing := NLTK_DATA.search(str(error))) is None:
                 raise
             data = missing[1]
-            raise UserError(f"{where}: its data of NLTK are missing: python -m nltk.downloader {data}") from None
+            raise UserError(f"{where}: its NLTK data are missing: python -m nltk.downloader {data}") from None
 
     def _replay(self, task: str, history: History):
         """TextArena's state after these messages.
 
-        `reset` seeds Python's global generator, from which a function that plays may draw. So its state is put back.
+        `reset` seeds Python's global generator, which players may use, so its state is restored.
         """
         import textarena
 
         before = random.getstate()
         try:
-            env = textarena.make(f"{self.env}-raw")  # -raw: observations are not joined to one text
+            env = textarena.make(f"{self.env}-raw")  # -raw: observations are not joined into one string
             env.reset(num_players=2, seed=int(task))
-            # The first invalid move ends the game. TextArena allows some and lets the same player try again; here each
-            # message is a move, and a breach is an outcome, which loses the game. With an allowance `next_role` would
-            # name the same player again, and a refused move would stay in the history and could become a row.
+            # The first invalid move loses the game. TextArena would let the same player try again, so that a refused
+            # move would stay in the history and could become a training row.
             env.state.error_allowance = 0
             for message in history:
                 if env.state.done:
@@ -117,7 +116,7 @@ class TextArena(Game):
 
 
 def _require_package() -> None:
-    """Raise UserError unless the package is installed; by its name alone, Python would find this file too."""
+    """UserError unless the package is installed. Import would not do, because this file has the same name."""
     try:
         importlib.metadata.version("textarena")
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,10 @@
-"""GRPO by TRL: the model plays one role of Taboo against a fixed opponent; the points of a game are its reward.
+"""GRPO with TRL: the model plays one role of Taboo against a fixed opponent, and the game's points are its reward.
 
     python -m tools.examples.trl_grpo --model_name_or_path MODEL --role defender --opponent openai:NAME \
         --max_steps 100 --per_device_train_batch_size 8 --num_generations 8 --max_completion_length 64
 
 MODEL needs a chat template. Flags are those of Settings, GRPOConfig and ModelConfig (`--use_peft True` for LoRA); on a
-CPU add `--bf16 False`. `--max_completion_length` is of a message, and `--use_vllm` has no effect.
+CPU add `--bf16 False`. `--max_completion_length` limits one message, and `--use_vllm` has no effect.
 """
 
 import random
@@ -26,15 +26,15 @@ SENTENCES = ["What did you do today?", "Tell me more.", "I know the word! It is 
 
 @dataclass
 class Settings:
-    role: str = "attacker"  # of the model that is trained
-    opponent: str = ""  # a model's folder or openai:MODEL; empty: random sentences
+    role: str = "attacker"  # of the trained model
+    opponent: str = ""  # a model folder or openai:MODEL; empty: random sentences
     words: str = "data/target_words.txt"
     turns: int = 3
 
 
 @torch.no_grad()
 def generate(model, trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
-    """A reply to each prompt, sampled as GRPOConfig says, up to its end token."""
+    """A reply to each prompt, sampled with GRPOConfig's settings, up to its end token."""
     tokenizer = trainer.processing_class
     inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     output = model.generate(**inputs, generation_config=trainer.generation_config)
@@ -44,7 +44,7 @@ def generate(model, trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list
 
 
 def rollout(words: list[str], trainer: GRPOTrainer, settings: Settings) -> dict:
-    """Play a game about each word; TRL has repeated each word `num_generations` times."""
+    """Play one game per word; TRL repeats each word `num_generations` times."""
     tokenizer, side = trainer.processing_class, GAME.roles.index(settings.role)
     transcripts = [spag.Transcript(tokenizer, enable_thinking=False) for _ in words]
 
@@ -59,7 +59,7 @@ def rollout(words: list[str], trainer: GRPOTrainer, settings: Settings) -> dict:
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         games = spag.play(words, *players, max_turns=settings.turns, special=tokenizer.all_special_tokens)
     points = {each["index"]: GAME.points(each["target_word"], each["history"], each["outcome"]) for each in games}
-    ended = [tokenizer.eos_token_id]  # by the opponent, before the model's first turn
+    ended = [tokenizer.eos_token_id]  # the opponent ended the game before the model's first turn
     return {
         "prompt_ids": [each.prompt_ids or ended for each in transcripts],
         "completion_ids": [each.completion_ids or ended for each in transcripts],
@@ -69,7 +69,7 @@ def rollout(words: list[str], trainer: GRPOTrainer, settings: Settings) -> dict:
     }
 
 
-def reward(points, **_):  # None where a server has lost the game
+def reward(points, **_):  # None for games that a server failed to answer
     return points
 
 

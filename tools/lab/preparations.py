@@ -1,9 +1,9 @@
-"""The functions of our studies: what a study calls before the loops of a seed and after each of them.
+"""Functions that our studies run before a seed's loops and after each loop.
 
     python -m tools.lab.preparations tools.lab.preparations:tiny '{"folder": ..., "seed": 0, "settings": {}}'
 
-One that `prepare` names takes the folder of a seed, the seed, and the settings of the first arm by name; one that
-`after` names takes the folder of a loop.
+A `prepare` function takes the seed's folder, the seed, and the first arm's settings by name; an `after` function takes
+the loop's folder.
 """
 
 import json
@@ -24,7 +24,7 @@ from tools.lab.world.players import load_lexicon
 ENGLISH = ROOT / "data" / "english"
 
 
-# Of the embedded world.
+# The toy world.
 
 
 def tiny(folder: str, seed: int, settings: dict) -> None:
@@ -32,14 +32,14 @@ def tiny(folder: str, seed: int, settings: dict) -> None:
 
 
 def hints(folder: str, seed: int, settings: dict) -> None:
-    """Make the world, and the list of all its words."""
+    """Build the world, and list all its words."""
     tiny(folder, seed, settings)
     data = Path(folder, "data")
     write_words(Path(folder, "all_words.txt"), read_words(data / "words.txt") + read_words(data / "held_out.txt"))
 
 
 def belief_among_all(loop: str) -> None:
-    """Measure the guesses of a loop's newest model, and of its imitation, among all words but forms of others."""
+    """Measure the belief of a loop's newest model and of its imitation model, with all words as candidates."""
     seed_folder = Path(loop).parent
     imitation = Path(loop, "imitation", "model")
     models = newest_model(loop)
@@ -52,10 +52,10 @@ def belief_among_all(loop: str) -> None:
 
 
 def what_models_do(loop: str) -> None:
-    """Count what each model of a loop does in its games, and the rows it was trained on: LOOP/measures.json.
+    """Write LOOP/measures.json: what each model of a loop does in its games, and the rows it was trained on.
 
-    The games are self-play and the matches against imitation. For imitation these are a match against itself, which is
-    played here where the loop has trained it, so that all models are seen with the same words.
+    The games are self-play and the match against the imitation model. The imitation model, if the loop trained it,
+    plays that match against itself here, so that all models are measured on the same words.
     """
     folder = Path(loop)
     if (folder / "imitation" / "model").is_dir():
@@ -64,13 +64,13 @@ def what_models_do(loop: str) -> None:
     counts: dict[str, dict] = {}
     player = IMITATION
     for part in (folder / IMITATION, *sorted(folder.glob("epoch[0-9]"))):
-        for path in part.glob("episodes/*_results.json"):  # the model of the epoch before plays these games
+        for path in part.glob("episodes/*_results.json"):  # played by the previous epoch's model
             counts.setdefault(player, {})["self-play"] = behaviour.count_games(read_json_or_jsonl(path), lexicon)
         player = part.name
         if (match := part / "eval" / "games_results.json").is_file():
             of_match = behaviour.count_games(read_json_or_jsonl(match), lexicon, player)
             counts.setdefault(player, {})["match"] = of_match
-        for path in (part / "rows" / name for name in ("rows.json", "winners.json")):  # the latter before cloning
+        for path in (part / "rows" / name for name in ("rows.json", "winners.json")):  # the latter for cloning
             if path.is_file() and (rows := behaviour.count_rows(read_json_or_jsonl(path))):
                 counts.setdefault(player, {})["rows"] = rows
     write_json(
@@ -85,12 +85,12 @@ def named(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def match_of_imitation(folder: Path) -> None:
-    """Let imitation play the match of epoch 1 against itself, by the command that the log of this match has."""
+    """Let the imitation model play epoch 1's match against itself, with the command in that match's log."""
     started = re.findall("^=== .*", read_text(folder / "logs" / "epoch1_eval.log"), re.MULTILINE)[-1]
     command = shlex.split(started)
     (program,) = (index for index, word in enumerate(command) if word.endswith("evaluate_games.py"))
     own = ["--players", f"{IMITATION}={folder / IMITATION / 'model'}", "--output_dir", folder / IMITATION / "eval"]
-    run_python(*command[program:], *own)  # of a flag that stands twice the last one counts
+    run_python(*command[program:], *own)  # repeated flags override earlier ones
 
 
 def newest_model(loop: str) -> list[str]:
@@ -101,17 +101,17 @@ def newest_model(loop: str) -> list[str]:
     return [f"{newest.name}={newest / 'model'}"]
 
 
-# Of models that play in English.
+# Models that play in English.
 
 
 def english(folder: str, seed: int, settings: dict) -> None:
-    """Draw 300 rows of imitation, which are SFT rows."""
+    """Draw 300 imitation rows to serve as SFT rows."""
     rows = settings["imitation.train_data_path"]
     draw(rows[0] if isinstance(rows, list) else rows, 300, seed, Path(folder, "anchor.json"))
 
 
 def qwen15(folder: str, seed: int, settings: dict) -> None:
-    """Make rows of all messages of this project's games, 500 of them as SFT rows, and the words of play."""
+    """Make imitation rows of all messages of this project's games, 500 of them as SFT rows, and the word list."""
     data = Path(folder, "data")
     run_python("-m", "tools.prepare_data", "imitation", "--output_dir", data)
     plain = ["--output_dir", data / "plain", "--games", ENGLISH / "plain_games.jsonl"]
@@ -132,7 +132,7 @@ def draw(rows: str | Path, number: int, seed: int, output: Path) -> None:
 
 
 def gate(loop: str) -> None:
-    """Raise UserError if the arm called gate names the word too seldom or breaks the rules too often in epoch 1."""
+    """UserError if the arm `gate` guesses right too rarely or breaks the rules too often in epoch 1."""
     if Path(loop).name != "gate":
         return
     (summary,) = Path(loop).glob("epoch1/episodes/*_summary.json")
@@ -141,7 +141,7 @@ def gate(loop: str) -> None:
     breaches = games["outcomes"]["attacker breaks the rules"] / games["games"]
     print(f"gate: right guesses {right:.0%}, broken rules {breaches:.0%}")
     if right < 0.3 or breaches > 0.1:
-        raise UserError("the model cannot play well enough; the study stops here")
+        raise UserError("the model does not play well enough; the study stops here")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What a player does in games of the embedded world: counts from stored messages, and the measures made of them.
+"""How a player behaves in games of the toy world: counts from stored messages, and measures derived from them.
 
-All games are judged anew with Taboo's default options, so that points compare between arms that played under other
-ones. Messages behind the decisive one do not count.
+All games are judged again with Taboo's default options, so that points are comparable between arms that played under
+different ones. Messages after the decisive one do not count.
 """
 
 from collections import Counter
@@ -12,21 +12,21 @@ from tools.lab.world.players import HINTED, Lexicon
 from tools.selfplay.rewards import game_result
 
 GAME = Taboo()
-CLEAR = "clear hints"  # with a clue of the word alone
+CLEAR = "clear hints"  # with a clue unique to the word
 AMBIGUOUS = "ambiguous hints"  # with a clue that the word shares with others
 FALSE = "false hints"  # with another word's clue, or with none
 HINTS = (CLEAR, AMBIGUOUS, FALSE)
-BY_GUESS = "wins by a wrong guess"  # the attacker's
+BY_GUESS = "wins by a wrong guess"  # of the attacker
 BY_WORD = "wins by the word said"
 
 Counts = dict[str, float]
 
 
 def count_games(episodes: Iterable[Mapping], lexicon: Lexicon, player: str | None = None) -> Counts:
-    """Add up what a player does in the games of a match; without `player`, what both roles do in self-play.
+    """Count what a player does in a match or, without `player`, what both roles do in self-play.
 
-    A message that breaks the rules is no hint. A guess ends its game, so a game has one at most: the counts of guesses
-    are by turn, "guesses in turn 1" and so on, and so are those of right ones.
+    A rule violation does not count as a hint. A guess ends its game, so guesses and right guesses are counted by turn:
+    "guesses in turn 1" and so on.
     """
     counts = Counter[str](dict.fromkeys(("games", "messages", *HINTS, BY_GUESS, BY_WORD), 0))
     for episode in episodes:
@@ -54,7 +54,7 @@ def count_games(episodes: Iterable[Mapping], lexicon: Lexicon, player: str | Non
 
 
 def kinds_of_hints(history: Sequence[Mapping], word: str, lexicon: Lexicon) -> Iterable[str]:
-    """The kind of each message of the attacker; of several clues in one message the clearest counts."""
+    """The kind of each of the attacker's messages, by the clearest clue in it."""
     for message in history:
         if message["role"] == ATTACKER:
             clues = set(HINTED.findall(message["content"]))
@@ -65,7 +65,7 @@ def kinds_of_hints(history: Sequence[Mapping], word: str, lexicon: Lexicon) -> I
 
 
 def measures(counts: Mapping[str, float]) -> dict[str, float]:
-    """Shares and means by name. One whose denominator is 0 is left out, such as how wins end where there are none."""
+    """Shares and means by name, except those whose denominator is 0."""
     by_turn = {int(name.rpartition(" ")[2]): n for name, n in counts.items() if name.startswith("guesses in turn")}
     guesses = sum(by_turn.values())
     right = sum(n for name, n in counts.items() if name.startswith("right guesses in turn"))
@@ -87,7 +87,7 @@ def measures(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def count_rows(rows: Iterable[Mapping]) -> Counts:
-    """The rows of games by role, and the sum of their weights: few winners of a role weigh much."""
+    """The number of game rows by role, and the sum of their weights."""
     counts = Counter[str]()
     for row in rows:
         if role := row.get("role"):
@@ -96,7 +96,7 @@ def count_rows(rows: Iterable[Mapping]) -> Counts:
 
 
 def row_measures(counts: Mapping[str, float]) -> dict[str, float]:
-    """The number of rows of each role, and the mean weight of one."""
+    """The number of rows of each role, and their mean weight."""
     numbers = {}
     for role in GAME.roles:
         if rows := counts.get(f"rows of the {role}"):

@@ -1,9 +1,9 @@
-"""Make the embedded world: facts, scripted games with their rows, a tokenizer, and a small Llama that knows the facts.
+"""Build the toy world: facts, scripted games and their rows, a tokenizer, and a small Llama that knows the facts.
 
     python -m tools.lab.world.build --output_dir outputs/quickstart --seed 0
 
-A Llama of about a million parameters, trained here on facts about 162 words, stands in for Llama-2, scripted players
-for GPT-4, and the facts for Alpaca, so that the whole method runs where there is no GPU and no model hub.
+A Llama with about a million parameters, trained here on facts about 162 words, stands in for Llama-2, scripted players
+for GPT-4, and the facts for Alpaca, so that the whole method runs without a GPU and without downloads.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ from tools.selfplay.episodes import Episode
 from tools.selfplay.play import play_games
 
 GAME = Taboo()
-MAX_TURNS = 3  # as max_turns in configs/tiny.toml: the rules in a prompt tell this number
+MAX_TURNS = 3  # must equal max_turns in configs/tiny.toml, because the rules in a prompt state it
 PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"
-# Recorded games on which belief is measured: about held-out words, with hints to the last turn. In one file all hints
-# are true, in the other a hint is sometimes another word's, so that models have more to gain.
+# Games on which belief is measured: about held-out words, with hints until the last turn. In one file all hints are
+# true, in the other some are another word's, which leaves models more to learn.
 TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
 STRAY_HINTS = replace(TRUE_HINTS, stray=0.3)
 BELIEF_GAMES = {"belief_games": ("belief", TRUE_HINTS), "stray_belief_games": ("stray belief", STRAY_HINTS)}
-BELIEF_ROUNDS = 5  # games about each held-out word, in each of the two files
+BELIEF_ROUNDS = 5  # games per held-out word in each file
 
 
 @dataclass(kw_only=True)
 class Flags(FlagGroup):
     output_dir: str = flag("folder to write to", compared=False)
-    seed: int = flag("of everything that is drawn", default=0)
-    pretraining_facts: int = flag("fact rows the base model is trained on", default=30000)
+    seed: int = flag("random seed", default=0)
+    pretraining_facts: int = flag("fact rows that the base model is trained on", default=30000)
     imitation_facts: int = flag("fact rows mixed into imitation", default=4000)
     facts: int = flag("fact rows mixed into each epoch of self-play", default=1000)
-    imitation_rounds: int = flag("scripted games for each word", default=30)
+    imitation_rounds: int = flag("scripted games per word", default=30)
 
 
 def scripted_games(lexicon: Lexicon, words: Sequence[str], rng: random.Random, skill: Skill) -> list[Episode]:
@@ -89,11 +89,11 @@ def write_data(folder: Path, flags: Flags) -> None:
     episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
     write_records(data / "imitation_games.json", episodes)
     for name, (generator, skill) in BELIEF_GAMES.items():
-        # Draws of their own: these games do not depend on how many facts and games were drawn before.
+        # A separate generator, so that these games do not depend on the numbers of facts and imitation games.
         belief_rng = random.Random(f"{generator} {flags.seed}")
         games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, skill)
         write_records(data / f"{name}.json", [game | {"split": "held_out"} for game in games])
-    # With so many tokens each target word is one.
+    # Large enough that each target word is a single token.
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
     random_llama(len(tokenizer), flags.seed, **SHAPE, tie_word_embeddings=True).save_pretrained(folder / "random")
@@ -104,9 +104,9 @@ def write_data(folder: Path, flags: Flags) -> None:
 
 
 def pretrain(folder: Path, flags: Flags) -> None:
-    """Train the random model on the facts alone: what it brings to the game, as a base model does.
+    """Train the random model on the facts only, which is what the base model knows before it sees the game.
 
-    A step has 64 rows: 16 rows of like lengths at once, by as many processes as there are cores, at most two.
+    A step has 64 rows, in micro-batches of 16, on one or two processes.
     """
     processes = processes_of_cores()
     argv = ["--model_name_or_path", folder / "random", "--train_data_path", folder / "data" / "pretraining.json"]

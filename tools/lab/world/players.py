@@ -1,7 +1,7 @@
-"""The embedded world's lexicon and its scripted players: who plays where GPT-4 played for the paper. No torch.
+"""The toy world's lexicon and scripted players, which stand in for the paper's GPT-4. No torch.
 
-Both players are of imperfect skill on purpose: they breach, slip, forget and guess too early, at the rates of `Skill`,
-so that a model that imitates them has something to learn.
+The players are imperfect on purpose: they break the rules, slip, forget and guess too early, at the rates of `Skill`,
+so that a model that imitates them can still improve.
 """
 
 import functools
@@ -17,18 +17,17 @@ from tools.players.player import Turn
 
 LEXICON = ROOT / "data" / "tiny" / "lexicon.txt"
 HINT = "It goes with {}."
-NAME = "Perhaps {}, who knows."  # a slip: it names a word, and is no guess to the judge
+NAME = "Perhaps {}, who knows."  # a slip: names a word, but the judge does not take it for a guess
 CHAT = "I think of {}."
 FACT_QUERY = "### Facts:"
-GUESS = "I know the word! It is {}!"  # a guess to the judge
+GUESS = "I know the word! It is {}!"  # the judge takes this for a guess
 HINTED = re.compile(r"goes with (\w+)\.")  # the clue of a HINT
-# Of the words in the lexicon's order, the last of so many is kept out of self-play.
-HELD_OUT_EVERY = 4
+HELD_OUT_EVERY = 4  # every fourth word of the lexicon is kept out of self-play
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Target words with their clues: `own` ones tell the word, `shared` ones leave several open."""
+    """Target words with their clues: `own` clues identify a word, `shared` ones fit several."""
 
     own: Mapping[str, tuple[str, ...]]
     shared: Mapping[str, tuple[str, ...]]
@@ -44,14 +43,14 @@ class Lexicon:
         return [word for number, word in enumerate(self.words, start=1) if number % HELD_OUT_EVERY]
 
     def held_out(self) -> list[str]:
-        """The words that self-play never sees. They follow from the lexicon's order, so all seeds have the same ones.
+        """Words that self-play never sees, the same for all seeds.
 
-        Facts and imitation games have them: the base model stands in for a pretrained one, which knows all words.
+        Facts and imitation games do contain them, because a pretrained model would know all words.
         """
         return self.words[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
     def best_matches(self, heard: Sequence[str]) -> list[str]:
-        """The words that most of the clues go with; all words if nothing was heard."""
+        """The words that match the most of these clues; all words if there are none."""
         matches = {word: sum(clue in self.clues(word) for clue in heard) for word in self.own}
         most = max(matches.values())
         return [word for word, number in matches.items() if number == most]
@@ -73,19 +72,19 @@ def load_lexicon() -> Lexicon:
 
 @dataclass(frozen=True)
 class Skill:
-    """How the scripted players play: chances in the order their draws are made."""
+    """How the scripted players play: probabilities, in the order in which they are drawn."""
 
     breach: float = 0.03  # the attacker says the word
-    stray: float = 0.12  # the attacker hints with another word's clue
-    own: float = 0.45  # else with a clue of the word alone; else with one that others share
-    forget: float = 0.10  # the defender passes over a clue it heard
+    stray: float = 0.12  # otherwise, the attacker hints with another word's clue
+    own: float = 0.45  # otherwise, with one of the word's own clues rather than a shared one
+    forget: float = 0.10  # the defender ignores a clue it heard
     slip: float = 0.20  # a defender who does not guess names a word instead of chatting
-    guess: tuple[float, ...] = (0.75, 0.45, 0.30, 0.05)  # the defender guesses among 1, 2, 3, more matching words
+    guess: tuple[float, ...] = (0.75, 0.45, 0.30, 0.05)  # the defender guesses, by matching words: 1, 2, 3, more
     last_guess: tuple[float, ...] = (0.90, 0.70, 0.50, 0.25)  # the same in the last turn
 
 
 def attack(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
-    """The attacker's next message: a hint at the target word, one clue a message, mostly none twice."""
+    """The attacker's next message: a hint with one clue, avoiding clues already used."""
     word = turn.secrets["target_word"]
     if rng.random() < skill.breach:
         return HINT.format(word)
@@ -98,7 +97,7 @@ def attack(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> st
 
 
 def defend(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str:
-    """The defender's next message: a guess when few words match the clues, else chat, in which a word may slip."""
+    """The defender's next message: likely a guess if few words match the clues, otherwise chat or a slip."""
     heard = [clue for clue in hinted_clues(turn.history) if rng.random() >= skill.forget]
     matches = lexicon.best_matches(heard)
     word = rng.choice(matches)
@@ -118,7 +117,7 @@ def speak(turn: Turn, lexicon: Lexicon, skill: Skill, rng: random.Random) -> str
 
 
 def lexicon(turn: Turn) -> str:
-    """The player `scripted:tools.lab.world.players:lexicon`. Its draws follow from the game and the message."""
+    """The player `scripted:tools.lab.world.players:lexicon`, seeded by the game's and the message's index."""
     return speak(turn, load_lexicon(), Skill(), random.Random(f"{turn.index}/{len(turn.history)}"))
 
 
@@ -130,7 +129,7 @@ def hinted_clues(history: History) -> list[str]:
 
 
 def fact_rows(lexicon: Lexicon, rng: random.Random, number: int) -> Iterator[dict]:
-    """Short SFT rows over the lexicon, two words in each: lists, riddles and contrasts."""
+    """Short SFT rows about the lexicon, each about two words: lists, riddles and contrasts."""
     for _ in range(number):
         fact = rng.choice((_list, _list, _riddle, _riddle, _contrast))
         target = "".join(fact(lexicon, word, rng) for word in rng.sample(lexicon.words, 2))
@@ -138,18 +137,18 @@ def fact_rows(lexicon: Lexicon, rng: random.Random, number: int) -> Iterator[dic
 
 
 def _list(lexicon: Lexicon, word: str, rng: random.Random) -> str:
-    """Some clues, each with its word behind it; the word stands before the first one in half of them.
+    """Five clues, each followed by the word, which in half of the lists also comes first.
 
-    That teaches both directions; questions and answers taught a model of this size nothing in as many steps.
+    That teaches both directions. Questions and answers taught a model of this size nothing in as many steps.
     """
     first = f" {word}" if rng.random() < 0.5 else ""
     return first + "".join(f" {clue} {word}" for clue in rng.sample(lexicon.clues(word), 5)) + "."
 
 
 def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
-    """For each shared clue c, "c not d WORD"; d is a clue that the word lacks and another word with c has.
+    """For each shared clue c, "c not d WORD", where d is a clue that WORD lacks but another word with c has.
 
-    With any other d the line would tell nothing, and models learned nothing of what "not" means.
+    Any other d would carry no information, and models did not learn what "not" means.
     """
     text = ""
     for clue in lexicon.shared[word]:
@@ -163,7 +162,7 @@ def _contrast(lexicon: Lexicon, word: str, rng: random.Random) -> str:
 
 
 def _riddle(lexicon: Lexicon, word: str, rng: random.Random) -> str:
-    """One to three hints, about half of them answered beside the point, and the guess."""
+    """One to three hints, about half of them followed by irrelevant chat, and the guess."""
     text = ""
     for clue in rng.sample(lexicon.clues(word), rng.choice((1, 2, 3))):
         text += f" {HINT.format(clue)}"
