@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The loop on 4 machines of 8 GPUs under Slurm. Submit it from the project's folder: sbatch configs/slurm_4x8.sh
-# All machines must see that folder and outputs/spag. The same job submitted again, or requeued, continues where it
-# was. It runs in the environment that is active when it is submitted, which needs all of requirements.txt.
-# --requeue begins the job again after preemption or the failure of a machine. After the time limit submit it again.
-# For other machines change --nodes, --gpus-per-node, --cpus-per-task and, below, processes (GPUs of a machine).
-# global_batch, 128, must be a multiple of machines x processes x per_device_train_batch_size, which is 2.
+# All machines must see that folder and outputs/spag. The job runs in the environment that is active when you submit
+# it, which needs all of requirements.txt. Slurm requeues it after preemption or a node failure; after the time limit
+# submit it again. In both cases it continues where it stopped.
+# For other machines change --nodes, --gpus-per-node, --cpus-per-task and, below, processes (GPUs per machine).
+# global_batch (128) must be a multiple of machines x processes x per_device_train_batch_size (2).
 #SBATCH --job-name=spag
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -17,13 +17,13 @@
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 
-# configs/llama2_7b.toml on all machines: 128 rows a step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps.
+# 128 rows per step = 4 machines x 8 GPUs x 2 rows x 2 accumulation steps
 endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1'):29500
-# The port must be free on the first machine. The id keeps out machines of another job that has the same port.
+# The port must be free on the first machine. The id keeps out machines of another job with the same port.
 settings=(configs/llama2_7b.toml output=outputs/spag processes=8 "machines=$SLURM_NNODES" "rendezvous=$endpoint"
   "rendezvous_id=spag-$SLURM_JOB_ID")
 
-# One task on each machine; if one fails, the others end too. Since Slurm 22.05, srun needs --cpus-per-task again.
+# One task per machine; if one fails, all end. Since Slurm 22.05, srun does not inherit --cpus-per-task.
 # shellcheck disable=SC2016  # $SLURM_NODEID is each machine's own
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   bash -c 'exec python -m tools.run_spag "$@" machine="$SLURM_NODEID"' spag "${settings[@]}"

@@ -361,7 +361,7 @@ def test_a_pad_token_that_is_a_word_of_the_game_is_refused_at_the_start(start, t
 
 def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
     write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
-    assert "has none" in start(status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"})
+    assert "which the tokenizer" in start(status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "PyTorch cannot use the GPUs" in start("processes=auto", status=2)
@@ -419,12 +419,12 @@ def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(star
     gpus(2, 80)
     assert "4 processes on this machine need 4 GPUs; it has 2" in start(**changes, status=2)
     gpus(4, 27)  # two models of 12.5 GiB, and 24.3 GiB for them
-    assert "match.words= leaves" in start(**changes, status=2)
+    assert "match.words= skips" in start(**changes, status=2)
     start("match.words=", **changes)
     start("match.tensor_parallel_size=2", **changes)
     gpus(4, 28)
     start(**changes)
-    assert "match.words= leaves" in start(**changes | {"output": tmp_path / "o", "precision": "fp32"}, status=2)
+    assert "match.words= skips" in start(**changes | {"output": tmp_path / "o", "precision": "fp32"}, status=2)
     gpus(0)
     start(**changes)
 
