@@ -15,10 +15,11 @@ from scripted import messages
 
 from tools import report
 from tools.common.errors import UserError
-from tools.common.files import write_json, write_records
+from tools.common.files import read_json, write_json, write_records
 from tools.games import load_game
 from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, DEFENDER_WINS, TIED
 from tools.measure import report_page
+from tools.measure.estimates import UNKNOWN
 from tools.measure.matches import result_rows, shown_rows
 from tools.measure.report_contents import read_folder, shown_game, split_at_marks
 
@@ -170,6 +171,20 @@ def test_the_page_begins_with_a_table_of_points_by_epoch(output):
         )
         low, high = row["points_interval"]
         assert line[1:3] == [f"{row['points']:.1%}", f"{100 * low:.1f} to {100 * high:.1f}"]
+
+
+def test_a_measure_that_an_older_file_of_a_match_lacks_is_unknown_and_the_others_are_shown(output):
+    path = output / "epoch1/eval/matches.json"
+    results = read_json(path)
+    for row in results["results"]:
+        del row["breach"], row["breach_interval"]
+    write_json(path, results)
+    call(report.main, output)
+    page = (output / "report.html").read_text(encoding="utf-8")
+    head, *lines = cells_of(page[page.index("<h2>Matches") : page.index("<h2>Games")])
+    breaches = {line[0]: line[head.index("breach")] for line in lines if line[head.index("role")] == "both"}
+    assert breaches["epoch1"] == UNKNOWN and breaches["epoch2"].startswith("20.0 [")
+    assert all(UNKNOWN not in line[head.index("points")] for line in lines)
 
 
 def test_the_first_table_tells_the_opponents_if_there_are_several(tmp_path):

@@ -11,7 +11,7 @@ CONFIDENCE = 0.95  # level of all intervals; those that are stored keep their le
 # Level of the interval that lies inside the margin where TOST rejects at 1 - CONFIDENCE.
 EQUIVALENCE = 2 * CONFIDENCE - 1
 ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
-UNKNOWN = "-"  # a cell of tables
+UNKNOWN = "-"  # in tables
 
 
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
@@ -102,9 +102,9 @@ def t_quantile(freedom: float, level: float = CONFIDENCE) -> float:
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None, form: str = ".3f") -> str:
-    """A number and its interval: 0.540 [0.512, 0.568], or with ".1%" 54.0% [51.2, 56.8]; "-" for None."""
+    """A number and its interval: 0.540 [0.512, 0.568], or with ".1%" 54.0% [51.2, 56.8]; UNKNOWN for None."""
     if value is None:
-        return "-"
+        return UNKNOWN
     if interval is None:
         return format(value, form)
     low, high = (format(bound, form).removesuffix("%") for bound in interval)

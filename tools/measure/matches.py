@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.common.files import read_json_or_jsonl, write_json, write_text
+from tools.common.files import read_json, read_json_or_jsonl, write_json, write_text
 from tools.games.game import Game
 from tools.measure.estimates import CONFIDENCE, estimate, with_interval
 
@@ -144,7 +144,14 @@ def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
     return row
 
 
-# Rows to files.
+# Rows to files, and back.
+
+
+def read_matches(path: Path) -> dict:
+    """The content of matches.json. Measures that a file of an earlier version lacks are None."""
+    results = read_json(path)
+    unknown = dict.fromkeys(measure.name for measure in MEASURES)
+    return results | {"results": [unknown | row for row in results["results"]]}
 
 
 def write_results(folder: Path, games_path: Path, settings: dict, game: Game) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_json_or_jsonl
 from tools.games.game import Game
+from tools.measure.matches import read_matches
 from tools.selfplay.episodes import summary
 from tools.selfplay.rewards import check_episodes
 
@@ -33,7 +34,7 @@ class Report:
             return  # train_results.json beside it holds no games
         matches = folder / "matches.json"
         if matches.is_file():
-            self.matches.append(read_json(matches))
+            self.matches.append(read_matches(matches))
         for path in sorted(folder.glob("*_results.json")):
             episodes = read_episodes(path, self.game)
             if matches.is_file():
