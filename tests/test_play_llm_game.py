@@ -6,16 +6,18 @@ faults/ kills the program and refuses its flags.
 import asyncio
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
-from helpers import TORCHRUN, call, finish, flags_of, play_flags, start, write_place
+from helpers import TORCHRUN, call, copy_model, finish, flags_of, play_flags, start, write_place
 from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
 from tools import assign_rewards, play_llm_game
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_json_or_jsonl
+from tools.engine import local
 from tools.engine.flags import EngineFlags
 from tools.engine.generate import BatchEngine
 from tools.engine.local import Prompt, load_local_model
@@ -194,9 +196,9 @@ def test_any_reply_survives_play_the_merge_and_becomes_the_target_that_is_traine
     players = {role: ScriptedPlayer([[text] for text in REPLIES]) for role in GAME.roles}
     monkeypatch.setattr(play, "make_players", lambda *args, **options: (players, 1))
     flags = play_llm_game.Flags(**dict.fromkeys(NAMES, "m"), max_turns=1)
-    for _ in words:  # a start plays one game
-        files = EpisodeFiles(tmp_path, "run", words, GAME)
-        play.play_words(GAME, files.missing()[:1], ("m", "m"), flags, files, templates=None, seed=0)
+    for number, _ in enumerate(words, start=1):  # a start plays one game
+        files = EpisodeFiles(tmp_path, "run", words[:number], GAME)
+        play.play_missing(GAME, [play.Planned("m", "m", 0)] * number, flags, files, templates=None)
     assert files.merge() == 0
     games = read_json_or_jsonl(files.results_path)
     assert [[message["content"] for message in game["history"]] for game in games] == [[text] * 2 for text in REPLIES]
@@ -207,6 +209,57 @@ def test_any_reply_survives_play_the_merge_and_becomes_the_target_that_is_traine
     for text, row in zip(targets, load_rows([str(rows)], tokenizer), strict=True):
         trained = tokenizer.decode([label for label in row["labels"] if label != -100][:-1])  # without EOS
         assert trained == re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def test_games_are_played_group_by_group_of_players_and_seed_and_only_those_that_are_missing(tmp_path, monkeypatch):
+    made, at_work = [], []
+
+    class Speaker(Player):
+        def __init__(self, name):
+            self.name = name
+
+        async def reply(self, turn):
+            at_work.append((turn.index, self.name))
+            return Reply(self.name, "stop", 1)
+
+    def make_players(names, game, flags, *, seed, games_left, note_engines):
+        made.append((*names, seed, games_left))
+        return dict(zip(game.roles, map(Speaker, names), strict=True)), 2
+
+    monkeypatch.setattr(play, "make_players", make_players)
+    pairs = [("new", "old", 1), ("new", "older", 1), ("new", "old", 1), ("new", "old", 2), ("new", "older", 1)]
+    plan = [play.Planned(*pair, {"defender": f"{pair[1]}!"}) for pair in pairs]
+    files = EpisodeFiles(tmp_path, "run", ["art"] * 5, GAME)
+    files.append(episode(2, "art"))
+    flags = play_llm_game.Flags(**dict.fromkeys(NAMES, "m"), max_turns=1)
+    play.play_missing(GAME, plan, flags, files, templates=None)
+    assert made == [("new", "old", 1, 1), ("new", "older", 1, 2), ("new", "old", 2, 1)]
+    assert sorted(at_work) == sorted((index, name) for index in (0, 1, 3, 4) for name in pairs[index][:2])
+    assert [index for index, name in at_work if name == "new"] == [0, 1, 4, 3]
+    stored = files.finished()
+    assert sorted(stored) == [0, 1, 2, 3, 4] and "defender" not in stored[2]
+    for index in (0, 1, 3, 4):
+        assert (stored[index]["history"][1]["content"] + "!") == stored[index]["defender"] == pairs[index][1] + "!"
+
+
+def test_the_models_of_a_group_leave_memory_before_the_next_group_loads_its_own(
+    tiny_model, other_model, tmp_path, monkeypatch
+):
+    in_memory, before_loading = weakref.WeakSet(), []
+
+    def load(folder, flags):
+        before_loading.append(len(in_memory))
+        loaded = load_local_model(folder, flags)
+        in_memory.add(loaded.model)
+        return loaded
+
+    monkeypatch.setattr(local, "load_local_model", load)
+    third = copy_model(tiny_model, tmp_path / "third")
+    files = EpisodeFiles(tmp_path, "run", ["art"] * 2, GAME)
+    flags = play_llm_game.Flags(**dict.fromkeys(NAMES, "m"), max_turns=1, max_new_tokens=2)
+    plan = [play.Planned(tiny_model, other_model, 0), play.Planned(other_model, str(third), 0)]
+    play.play_missing(GAME, plan, flags, files, templates=prompts.default_templates(GAME))
+    assert before_loading == [0, 1, 0, 1]
 
 
 def test_the_summary_worked_by_hand():

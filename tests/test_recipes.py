@@ -5,6 +5,7 @@ lines under "Run it" are what the test does with it.
 """
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -15,16 +16,18 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, call, flags_of, write_rows
+from helpers import ENVIRONMENT, ROOT, call, flags_of, play_flags, write_place, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from dataloaders import IGNORE_INDEX, encode_example
 from tools import assign_rewards, controls, play_llm_game, run_spag, spag
 from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
+from tools.common.flags import NAMED_MODELS, NamedPath, flag
 from tools.controls import Control
 from tools.players import make
 from tools.players.player import Player
+from tools.selfplay.play import Planned
 from tools.selfplay.rows import is_sft
 from trainers import TRAIN_METHODS, OfflinePOTrainer, over_rows, row_means
 
@@ -114,6 +117,40 @@ def test_a_kind_of_player_is_a_class_and_its_prefix(tmp_path, monkeypatch):
     names = [f"scripted:{tmp_path}/speakers.py:{name}" for name in ("hints", "cat", "silent")]
     episodes = spag.play(["cat"] * 4, names[0], f"pool:{names[1]},{names[2]}")
     assert [episode["outcome"] for episode in episodes] == ["defender wins", "tied game"] * 2
+
+
+@dataclass(kw_only=True)
+class WithPool(play_llm_game.Flags):
+    """Each game's defender is drawn from models of earlier epochs, of which one at a time is in memory."""
+
+    defender_pool: list[NamedPath] = flag("players, of which one is drawn for each game", **NAMED_MODELS)
+
+    def plan(self, words):
+        drawn = random.Random(self.seed).choices(self.defender_pool, k=len(words))
+        attacker = self.attacker_model_name_or_path
+        return [Planned(attacker, path, f"{self.seed}/{name}", {"defender": name}) for name, path in drawn]
+
+    def settings(self, game):  # by content, as those of the other players
+        return super().settings(game) | {
+            "defender_pool": [name for name, _ in self.defender_pool],
+            **{f"player {name}": make.player_setting(path, self) for name, path in self.defender_pool},
+        }
+
+
+def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(play_llm_game, "Flags", WithPool)  # in tools/play_llm_game.py: the flag, `plan`, a setting
+
+    # Run it: another model says another thing, and rows are made of the attacker, who is trained next.
+    place = write_place(tmp_path, ["art"] * 8)
+    how = {"defender_pool": [f"epoch1={other_model}", f"epoch2={tiny_model}"], "task_type": "testing"}
+    how |= {"model_prefix": "epoch3", "max_new_tokens": 4, "max_turns": 1}
+    call(play_llm_game.main, *play_flags(place, tiny_model, tmp_path / "out", **how))
+    games = read_json(tmp_path / "out/epoch3_testing_words_results.json")
+    replies = {game["defender"]: game["history"][1]["content"] for game in games}
+    assert len(set(replies.values())) == len(replies) == 2
+    assert all(game["history"][1]["content"] == replies[game["defender"]] for game in games)
+    rows = [row for row in spag.rows(games, ties=1) if row["role"] == "attacker"]  # tied games: -1 for each role
+    assert [row["reward"] for row in rows] == [-1] * 8
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ self-play do not, because there both players change.
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from tools.common.flags import NAMED_MODELS, NamedPath, by_name, defaults, flag,
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
-from tools.measure.matches import ALL, RESULTS, TABLE, Match, pairs, write_results
+from tools.games.game import Game
+from tools.measure.matches import ALL, RESULTS, TABLE, pairs, write_results
 from tools.players.flags import PlayFlags, words_setting
-from tools.players.make import choose_engine, engine_notes, player_setting
+from tools.players.make import engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
-from tools.selfplay.play import play_words
+from tools.selfplay.play import Planned, play_missing
 
 
 def named_words(text: str) -> NamedPath:
@@ -55,17 +57,30 @@ class Flags(PlayFlags):
             raise UserError(f"--against {self.against} is none of the --players")
 
 
+def plan_matches(flags: Flags, game: Game, lists: Mapping[str, list[str]]) -> tuple[list[str], list[Planned]]:
+    """The words of all games of all matches, and who plays them."""
+    players = dict(flags.players)
+    words: list[str] = []
+    plan: list[Planned] = []
+    for (first, second), name, seed in itertools.product(pairs(list(players), flags.against), lists, flags.seeds):
+        labels = dict(zip((*game.roles, "words", "seed"), (first, second, name, seed), strict=True))
+        # By names: so a match draws the same whichever other matches are played.
+        draws = json.dumps([first, second, name, seed])
+        of_match = lists[name] * flags.games_per_word
+        words += of_match
+        plan += [Planned(players[first], players[second], draws, labels)] * len(of_match)
+    return words, plan
+
+
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game = flags.load_game()
     players = dict(flags.players)
     templates = flags.load_templates(game)
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
-    meetings = itertools.product(pairs(list(players), flags.against), lists, flags.seeds)
-    matches = [Match(*pair, words, seed) for pair, words, seed in meetings]
-    games = [(match, word) for match in matches for word in lists[match.words] * flags.games_per_word]
-    files = EpisodeFiles(flags.output_dir, "games", [word for _, word in games], game)
-    # A game is stored under its index in `games`, which a further player, list or seed could move.
+    words, plan = plan_matches(flags, game, lists)
+    files = EpisodeFiles(flags.output_dir, "games", words, game)
+    # A game is stored under its index in `words`, which a further player, list or seed could move.
     settings = {
         **flags.settings(game),
         "players": list(players),
@@ -76,24 +91,7 @@ def main() -> None:
     results = [TABLE, RESULTS, *files.patterns]
     with stage(files.record_path, settings, results=results, defaults=defaults(Flags)) as work:
         if work.todo:
-            missing = files.missing()
-            note_engines = engine_notes(work)
-            flags = choose_engine(flags, list(players.values()))
-            for number, match in enumerate(matches, start=1):
-                play_words(
-                    game,
-                    [(index, word) for index, word in missing if games[index][0] == match],
-                    (players[match.first], players[match.second]),
-                    flags,
-                    files,
-                    templates=templates,
-                    # The seed is made of the match: players' names, word list, --seeds. So a match draws the same
-                    # whichever other matches are played.
-                    seed=json.dumps(match),
-                    note_engines=note_engines,
-                    labels=dict(zip((*game.roles, "words", "seed"), match, strict=True)),
-                    title=f"match {number} of {len(matches)}",
-                )
+            play_missing(game, plan, flags, files, templates=templates, note_engines=engine_notes(work))
             files.finish()
             if rank() == 0:
                 write_results(files.folder, files.results_path, settings, game)

@@ -11,6 +11,7 @@ several games of a word write it into the list several times; in the loop set ga
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.common.files import read_json, read_words
@@ -20,9 +21,9 @@ from tools.common.ranks import rank
 from tools.common.records import stage
 from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HUMAN
-from tools.players.make import choose_engine, engine_notes, player_setting
+from tools.players.make import engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles, new_tokens, summary_line
-from tools.selfplay.play import play_words
+from tools.selfplay.play import Planned, play_missing
 
 
 @dataclass(kw_only=True)
@@ -45,17 +46,20 @@ class Flags(PlayFlags):
     )
     seed: int = flag("seed of sampling", default=42)
 
+    def plan(self, words: Sequence[str]) -> list[Planned]:
+        """Who plays the game about each word."""
+        return [Planned(self.attacker_model_name_or_path, self.defender_model_name_or_path, self.seed) for _ in words]
+
 
 def main() -> None:
     flags = parse_flags(Flags, description=__doc__)
     game = flags.load_game()
     templates = flags.load_templates(game)
     words = read_words(flags.data_path, game.check_task)[: flags.max_games]
-    names = flags.attacker_model_name_or_path, flags.defender_model_name_or_path
     files = EpisodeFiles(flags.output_dir, f"{flags.model_prefix}_{flags.task_type}_{flags.data_suffix}", words, game)
     settings = flags.settings(game) | {
-        "attacker_model_name_or_path": player_setting(names[0], flags),
-        "defender_model_name_or_path": player_setting(names[1], flags),
+        "attacker_model_name_or_path": player_setting(flags.attacker_model_name_or_path, flags),
+        "defender_model_name_or_path": player_setting(flags.defender_model_name_or_path, flags),
         "data_path": words_setting(flags.data_path, words),
     }
     with stage(files.record_path, settings, results=files.patterns, defaults=defaults(Flags)) as work:
@@ -63,16 +67,8 @@ def main() -> None:
         seconds = waited = 0.0
         if work.todo:
             tokens_before = sum(map(new_tokens, files.finished().values()))
-            seconds = play_words(
-                game,
-                files.missing(),
-                names,
-                choose_engine(flags, names),
-                files,
-                templates=templates,
-                seed=flags.seed,
-                note_engines=engine_notes(work),
-            )
+            notes = engine_notes(work)
+            seconds = play_missing(game, flags.plan(words), flags, files, templates=templates, note_engines=notes)
             ended = time.monotonic()
             files.finish()
             waited = time.monotonic() - ended  # for the processes that still played

@@ -26,15 +26,6 @@ HOW_COUNTED = (
 )
 
 
-class Match(NamedTuple):
-    """Games of one player in the game's first role against another in its second."""
-
-    first: str
-    second: str
-    words: str  # name of the word list
-    seed: int
-
-
 class Side(NamedTuple):
     """One game from the side of one of its players."""
 

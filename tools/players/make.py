@@ -42,7 +42,7 @@ def player_kind(name: str) -> tuple[type[Player], str]:
     return (kind, rest) if kind else (ModelPlayer, name)
 
 
-def choose_engine(flags: PlayFlags, names: Sequence[str]) -> PlayFlags:
+def choose_engine(flags: PlayFlags, names: Iterable[str]) -> PlayFlags:
     """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
 
     On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. If vLLM does not

@@ -5,9 +5,10 @@ import functools
 import logging
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -18,7 +19,7 @@ from tools.common.ranks import rank, world_size
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
 from tools.players.flags import PlayFlags
-from tools.players.make import NoteEngines, make_players
+from tools.players.make import NoteEngines, choose_engine, make_players
 from tools.players.player import STOP, Player, ReplyUnavailable, Turn, reply_without, thought_is_open
 from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens
 
@@ -118,26 +119,71 @@ async def play_games(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-def play_words(
+class Planned(NamedTuple):
+    """A game to be played: by whom, with which draws, and what is stored with it."""
+
+    first: str  # the player of roles[0], as on the command line
+    second: str
+    seed: int | str
+    labels: Mapping[str, object] = {}  # further fields of the episode
+
+
+def play_missing(
     game: Game,
-    tasks: Sequence[tuple[int, str]],
-    names: tuple[str, str],
+    plan: Sequence[Planned],
     flags: PlayFlags,
     files: EpisodeFiles,
     *,
     templates: prompts.Templates,
-    seed: int | str,
     note_engines: NoteEngines = lambda names: None,
-    labels: Mapping = {},
-    title: str = "games",
 ) -> float:
-    """Play (index, word) pairs, and store each game, with `labels` in it, as it ends. Returns the seconds of play.
+    """Play this rank's missing games, and store each as it ends. Returns the seconds of play. For all ranks together.
 
-    `names` are the players of roles[0] and roles[1], as on the command line. A game of which a reply is unavailable is
-    not stored, so the next start plays it. `title` stands before the progress bar.
+    `plan` has a game for each of `files.words`. Games with the same players and seed are played at the same time, and
+    one such group after the other, so that no more models are in memory than two players need. A game of which a reply
+    is unavailable is not stored, so the next start plays it.
     """
-    if not tasks:
-        return 0.0
+    flags = choose_engine(flags, {name for planned in plan for name in planned[:2]})
+    groups: dict[tuple[str, str, int | str], list[tuple[int, str]]] = defaultdict(list)
+    for index, word in files.missing():
+        groups[plan[index][:3]].append((index, word))
+
+    def store(episode: Episode) -> None:
+        files.append({**episode, **plan[episode["index"]].labels})
+
+    seconds = 0.0
+    for number, ((first, second, seed), tasks) in enumerate(groups.items(), start=1):
+        title = f"games, part {number} of {len(groups)}" if len(groups) > 1 else "games"
+        seconds += _play_group(
+            game,
+            tasks,
+            (first, second),
+            flags,
+            store,
+            templates=templates,
+            seed=seed,
+            note_engines=note_engines,
+            title=title,
+        )
+    return seconds
+
+
+def _play_group(
+    game: Game,
+    tasks: Sequence[tuple[int, str]],
+    names: tuple[str, str],
+    flags: PlayFlags,
+    store: OnEpisode,
+    *,
+    templates: prompts.Templates,
+    seed: int | str,
+    note_engines: NoteEngines,
+    title: str,
+) -> float:
+    """Play (index, word) pairs; `title` stands before the progress bar. Returns the seconds of play.
+
+    The players end with this function: otherwise they would hold a group's models while those of the next are loaded.
+    """
     players, games_at_once = make_players(
         names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
     )
@@ -146,7 +192,7 @@ def play_words(
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
 
     def on_episode(episode: Episode) -> None:
-        files.append({**episode, **labels})
+        store(episode)
         show(episode)
         for player in set(players.values()):  # one player may have both roles
             player.game_over(episode)
