@@ -185,10 +185,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         made = [chat.row(row) for row in made]
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
-    weights = rewards.role_weights(game, results)
-    if flags.messages == rewards.ALL:
-        weights = dict.fromkeys(game.roles, 1.0)
-    return made, {"games": games, "weights": weights}
+    return made, {"games": games, "weights": rewards.role_weights(game, results, flags)}
 
 
 def main() -> None:

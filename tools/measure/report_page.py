@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from tools.measure.estimates import CONFIDENCE
+from tools.measure.estimates import CONFIDENCE, UNKNOWN
 from tools.measure.matches import HEAD, HOW_COUNTED, as_role, cells, pooled_rows, shown_rows
 from tools.measure.report_contents import SAMPLE, Report
 
@@ -226,6 +226,6 @@ def reasoning_table(rows: Sequence[Mapping]) -> str:
     lines = {}
     for row in rows:
         error = f" ± {row['stderr']:.1f}" if row["stderr"] else ""
-        line = lines.setdefault(row["model"], dict.fromkeys(head, "-") | {"model": row["model"]})
+        line = lines.setdefault(row["model"], dict.fromkeys(head, UNKNOWN) | {"model": row["model"]})
         line[row["benchmark"]] = f"{row['value']:.1f}{error}"
     return table_html(head, map(dict.values, lines.values())) if rows else ""

@@ -93,13 +93,15 @@ class Payment(NamedTuple):
     weight: float  # of each of its rows
 
 
-def role_weights(game: Game, results: Sequence[Result]) -> dict[str, float]:
+def role_weights(game: Game, results: Sequence[Result], flags: RewardFlags) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
     N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted and
     not rows, because the rows of a winner share the reward of its game, however many they are. If each game pays 1,
-    weight times reward sums to N / 2 over the rows that a role has won.
+    weight times reward sums to N / 2 over the rows that a role has won. With `messages` ALL each row weighs 1.
     """
+    if flags.messages == ALL:
+        return dict.fromkeys(game.roles, 1.0)
     games = Counter(role for result in results for role in result.rewards)
     return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
 
@@ -116,7 +118,7 @@ def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mappi
     messages have not won the game: so there is no reward of which the loser could pay a part.
     """
     if flags.messages == ALL:
-        return dict.fromkeys(game.roles, Payment(1.0, 1.0))
+        return {role: Payment(1.0, weight) for role, weight in weights.items()}
     payments = {role: Payment(reward, weights[role]) for role, reward in result.rewards.items()}
     outcome = game.outcome(result.outcome)
     if flags.losers and outcome.winner is not None and len(payments) == 1:

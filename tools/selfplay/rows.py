@@ -117,7 +117,7 @@ def game_rows(
     with the thoughts of their replies. A message that was cut off at the token limit becomes a row as any other does,
     and its target gets an end token too, so the model learns to end there.
     """
-    weights = role_weights(game, results)
+    weights = role_weights(game, results, flags)
     rows: list[Row] = []
     for episode, result in zip(episodes, results, strict=True):
         history = episode["history"][: result.length]
