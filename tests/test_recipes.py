@@ -9,14 +9,14 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, call, flags_of, play_flags, write_place, write_rows
+from helpers import ENVIRONMENT, ROOT, call, flags_of, play_flags, words_of, write_place, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -137,6 +137,17 @@ class WithPool(play_llm_game.Flags):
         }
 
 
+def with_pool(loop):
+    """The steps of the loop, in which an epoch plays against the models of all epochs before it."""
+    pool = []
+    for step in run_spag.steps(loop):
+        if step.stage == "play" and pool:
+            step = replace(step, argv=[*step.argv, "--defender_pool", *pool])
+        yield step
+        if step.trained:
+            pool.append(f"{step.name}={step.trained}")
+
+
 def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch):
     monkeypatch.setattr(play_llm_game, "Flags", WithPool)  # in tools/play_llm_game.py: the flag, `plan`, a setting
 
@@ -151,6 +162,13 @@ def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_mo
     assert all(game["history"][1]["content"] == replies[game["defender"]] for game in games)
     rows = [row for row in spag.rows(games, ties=1) if row["role"] == "attacker"]  # tied games: -1 for each role
     assert [row["reward"] for row in rows] == [-1] * 8
+
+    # In the loop, by a script that calls `run_spag.main(with_pool)`.
+    settings = {"model": tiny_model, "words": place / "words.txt", "output": "o", "rewards.sft_data_path": ""}
+    settings |= {"processes": 1, "deepspeed": "none", "epochs": 3, "check": "true"}
+    printed = call(partial(run_spag.main, with_pool), *words_of(settings)).output
+    (third,) = (line for line in printed.splitlines() if line.startswith("epoch3_play: "))
+    assert third.endswith(" --defender_pool epoch1_train=o/epoch1/model epoch2_train=o/epoch2/model")
 
 
 @dataclass(kw_only=True)
