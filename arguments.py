@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from argparse import SUPPRESS, Action, HelpFormatter, Namespace
-from dataclasses import MISSING, dataclass, field, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -20,10 +20,10 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments, get_sched
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tools.common.adapters import ALL_LINEAR
+from tools.common import adapters
 from tools.common.errors import UserError, require, user_errors
 from tools.common.files import read_json
-from tools.common.flags import check_values, defaults, flag, flag_fields, is_compared
+from tools.common.flags import check_values, default_of, defaults, flag, flag_fields, is_compared
 from tools.common.models import model_setting
 from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
@@ -31,7 +31,7 @@ from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 
 # The arguments of each method with their defaults. A method refuses the arguments of the others.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
-LORA_ARGUMENTS = {"lora_alpha": 16.0, "lora_dropout": 0.0, "lora_target_modules": ALL_LINEAR, "lora_merge": False}
+LORA_ARGUMENTS = {name: default_of(each) for name, each in adapters.FLAGS.items()}
 # Of the Trainer's flags those that a record compares. Flags of evaluation and saving, such as --eval_steps, are not
 # among them, although they decide under --load_best_model_at_end which checkpoint becomes the model.
 COMPARED = {
@@ -65,14 +65,19 @@ ALL_STEPS = 1 - 1e-9  # as --warmup_steps, where 1 would be one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
 
 
-_FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
+FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
+
+
+def _optional(name: str, each: Field) -> tuple:
+    """A flag as a field whose default None stands for that of the method, or of LoRA."""
+    default = default_of(each)
+    kind = list[str] if isinstance(default, list) else type(default)
+    return name, kind | None, field(default=None, metadata=each.metadata)
+
+
 MethodArguments = make_dataclass(
     "MethodArguments",
-    # None means: the method's default.
-    [
-        (name, type(each.default) | None, field(default=None, metadata=each.metadata))
-        for name, each in _FLAGS_OF_METHODS.items()
-    ],
+    [_optional(name, each) for name, each in (FLAGS_OF_METHODS | adapters.FLAGS).items()],
     bases=(TrainingArguments,),
     kw_only=True,
 )
@@ -96,12 +101,6 @@ class SPAGArguments(MethodArguments):
     )
     lora_rank: int | None = flag(
         "Train LoRA adapters of this rank; the reference is the model without them.", default=None, at_least=1
-    )
-    lora_alpha: float | None = flag("LoRA scale, divided by the rank.", default=None, above=0)
-    lora_dropout: float | None = flag("Dropout before the adapters.", default=None, at_least=0, below=1)
-    lora_target_modules: list[str] | None = flag("Names of the layers that get adapters.", default=None)
-    lora_merge: bool | None = flag(
-        "Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.", default=None
     )
 
     output_dir: str = flag("Folder for the trained model, checkpoints and the run's settings.", compared=False)
@@ -217,7 +216,7 @@ class SPAGArguments(MethodArguments):
         `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
         change between two starts if their product stays.
         """
-        of_other_methods = _FLAGS_OF_METHODS.keys() - METHOD_ARGUMENTS[self.train_method].keys()
+        of_other_methods = FLAGS_OF_METHODS.keys() - METHOD_ARGUMENTS[self.train_method].keys()
         names = [name for name in self.__dataclass_fields__ if compares(name, self) and name not in of_other_methods]
         settings = {name: getattr(self, name) for name in names}
         settings["rows_per_step"] = self.train_batch_size * self.gradient_accumulation_steps * self.world_size

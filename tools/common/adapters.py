@@ -4,9 +4,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tools.common.errors import UserError, user_errors
+from tools.common.flags import flag
 from tools.common.models import freeze_all_but_text, from_folder
 
 ALL_LINEAR = ["all-linear"]
+FLAGS = {  # beside lora_rank
+    "lora_alpha": flag("LoRA scale, divided by the rank.", default=16.0, above=0),
+    "lora_dropout": flag("Dropout before the adapters.", default=0.0, at_least=0, below=1),
+    "lora_target_modules": flag("Names of the layers that get adapters.", default=ALL_LINEAR),
+    "lora_merge": flag("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.", default=False),
+}
 
 
 def check_model(name: str, args) -> None:
