@@ -168,10 +168,10 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> Metrics:
 
 
 def loss_denominators(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What losses divide by: `rows`, those of each kind (`game_rows`, `sft_rows`), and scored `tokens` of a batch.
+    """Loss denominators of a batch: all `rows`, those of each kind (`game_rows`, `sft_rows`), and scored `tokens`.
 
-    Under those of a micro-batch, as released, a row of OfflinePO counts more where its micro-batch has few rows of its
-    kind, so the micro-batch size changes the results. A row of weight 0 counts as one row.
+    If each micro-batch is divided by its own counts, as released, a row of OfflinePO counts more where its micro-batch
+    has few rows of its kind, so the micro-batch size changes the results. A row of weight 0 counts as one row.
     """
     of_kind = {f"{kind}_rows": batch[f"{kind}_mask"].sum() for kind in KINDS}
     tokens = num_scored(batch).sum().float()
@@ -296,11 +296,11 @@ class SPAGTrainer(Trainer):
     """
 
     flags: ClassVar[dict[str, dataclasses.Field]] = {}  # the coefficients of its loss
-    averages_rows = True  # over a micro-batch or a step; False: the loss is a mean over the tokens of a step
-    compared_kinds: ClassVar[tuple[str, ...]] = ()  # of whose rows the loss gets `ref_logprobs`
-    scores_tokens = False  # `logprobs` are numbers of scored tokens, and not means over rows
+    averages_rows = True  # of a micro-batch or a step; False: the loss is a mean over the tokens of a step
+    compared_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of rows for which the loss gets `ref_logprobs`
+    scores_tokens = False  # True: `logprobs` has a number for each scored token instead of each row's mean
     reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
-    learns_from_games = False  # by their rewards: there must be rows of games
+    learns_from_games = False  # the loss gets rewards, so there must be rows of games
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class SPAGTrainer(Trainer):
 
     @classmethod
     def coefficients(cls, args: TrainingArguments | None = None) -> dict[str, Any]:
-        """The flags, or without `args` their defaults, as arguments of the loss: --lm_kl_coeff is its `kl_coeff`."""
+        """Keyword arguments of the loss: the flags' values, or their defaults; lm_kl_coeff becomes kl_coeff."""
         return {
             name.removeprefix("lm_"): getattr(args, name) if args else each.default for name, each in cls.flags.items()
         }
@@ -360,16 +360,15 @@ class SPAGTrainer(Trainer):
                 self.module.generation_config.save_pretrained(folder)
 
     def score(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What loss and metrics read of the logits at labels, (scored tokens, vocabulary): tensors by name.
+        """What the loss and the metrics need of the logits at labels, (scored tokens, vocabulary): tensors by name.
 
-        `logprobs` are (batch,), or with `scores_tokens` (scored tokens,). Those of the reference are the batch's
-        `ref_logprobs`.
+        `logprobs` is (batch,), or (scored tokens,) with `scores_tokens`. The reference's are stored as `ref_logprobs`.
         """
         logprobs = scored_logprob(logits, batch)
         return {"logprobs": logprobs if self.scores_tokens else row_means(logprobs, batch)}
 
     def forward(self, model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`score` of a forward pass of the policy or the reference, with the models of `label_logits`."""
+        """`score` of a forward pass of the policy or the reference; `model` and `module` as in `label_logits`."""
         return self.score(label_logits(model, module, batch, pads_left=self.data_collator.pad_left), batch)
 
     def method_loss(self, batch: dict[str, Tensor], denominators: dict[str, Tensor]) -> tuple[Tensor, Metrics]:

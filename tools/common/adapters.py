@@ -1,4 +1,4 @@
-"""LoRA: adapters on a model that is trained. `args` are the settings of the training."""
+"""LoRA: its flags, and adding adapters to a model. `args` are the settings of train.py."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

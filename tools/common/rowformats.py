@@ -7,7 +7,7 @@ from tools.common.errors import UserError
 QUERIES = ("query", "prompt")
 TARGETS = ("target", "answer", "completion")  # the last one is TRL's
 GAME, SFT = "game", "sft"
-KINDS = {GAME: "rows of games", SFT: "SFT rows"}  # what a program calls them
+KINDS = {GAME: "rows of games", SFT: "SFT rows"}  # what they are called in messages
 
 
 def alpaca_to_row(example: dict) -> dict:
@@ -56,7 +56,7 @@ def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_ro
 
 
 def row_kind(row: Mapping) -> str:
-    """The kind of a row that `read_row` has read: SFT by its type, as messages, or in Alpaca's form; else GAME."""
+    """The kind of a row from `read_row`: SFT if its type says so, or if it came as messages or in Alpaca's form."""
     return SFT if "messages" in row or row.get("type") == SFT else GAME
 
 
