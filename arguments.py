@@ -1,7 +1,7 @@
 """The settings of train.py.
 
-They are transformers.TrainingArguments', those of the methods, and those below. Published commands use two flags of
-older transformers, which keep their meaning: --evaluation_strategy and --warmup_ratio.
+They are those of transformers.TrainingArguments, of the methods, and those below. Two flags of older transformers that
+published commands use keep their meaning: --evaluation_strategy and --warmup_ratio.
 """
 
 import copy
@@ -29,11 +29,11 @@ from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
 from tools.common.records import rows_setting
 from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 
-# The arguments of each method with their defaults. A method refuses the arguments of the others.
+# By method: its arguments with their defaults. A method refuses arguments that only others use.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
 LORA_ARGUMENTS = {name: default_of(each) for name, each in adapters.FLAGS.items()}
-# Of the Trainer's flags those that a record compares. Flags of evaluation and saving, such as --eval_steps, are not
-# among them, although they decide under --load_best_model_at_end which checkpoint becomes the model.
+# The Trainer's flags that a record compares. Flags of evaluation and saving, such as --eval_steps, are missing,
+# although with --load_best_model_at_end they affect which checkpoint becomes the model.
 COMPARED = {
     "optim",
     "optim_args",
@@ -60,9 +60,9 @@ COMPARED = {
     "metric_for_best_model",
 }
 
-PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch; the Trainer would obey it
-ALL_STEPS = 1 - 1e-9  # as --warmup_steps, where 1 would be one step
-GATHER = "stage3_gather_16bit_weights_on_model_save"  # of DeepSpeed, false by default
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch and obeyed by the Trainer
+ALL_STEPS = 1 - 1e-9  # for --warmup_steps, where 1 would mean one step
+GATHER = "stage3_gather_16bit_weights_on_model_save"  # false by default in DeepSpeed
 
 
 FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, each in method.flags.items()}
@@ -85,19 +85,19 @@ MethodArguments = make_dataclass(
 
 @dataclass(kw_only=True)
 class SPAGArguments(MethodArguments):
-    """The settings of one training run. Raises UserError for settings that contradict each other."""
+    """The settings of a training run. UserError for settings that contradict each other."""
 
     train_method: str = flag(
         " ".join(f"{name}: {method.__doc__}" for name, method in TRAIN_METHODS.items()), choices=[*TRAIN_METHODS]
     )
 
-    model_name_or_path: str = flag("Folder or hub name of the model to train.")
-    ref_model_name_or_path: str | None = flag("Folder or hub name of the frozen reference model.", default=None)
+    model_name_or_path: str = flag("Model to train: a folder or a name on the hub.")
+    ref_model_name_or_path: str | None = flag("Frozen reference model: a folder or a name on the hub.", default=None)
     attn_implementation: str | None = flag(
-        "sdpa, eager, flash_attention_2, ...; default: transformers chooses.", default=None
+        "sdpa, eager, flash_attention_2, ...; default: chosen by transformers.", default=None
     )
     trust_remote_code: bool = flag(
-        "Run model code that comes with the weights (Baichuan2 needs it).", default=False, compared=False
+        "Run Python code that comes with a model (needed by Baichuan2).", default=False, compared=False
     )
     lora_rank: int | None = flag(
         "Train LoRA adapters of this rank; the reference is the model without them.", default=None, at_least=1
@@ -105,46 +105,46 @@ class SPAGArguments(MethodArguments):
 
     output_dir: str = flag("Folder for the trained model, checkpoints and the run's settings.", compared=False)
     train_data_path: list[str] = flag(
-        "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME of the hub; data/README.md has the format."
+        "Rows: JSON, JSONL, .jsonl.gz and Parquet files, or OWNER/NAME on the hub; data/README.md has the format."
     )
     eval_data_path: list[str] | None = flag(
         "Rows to evaluate with the same loss, by --eval_strategy and at the end.", default=None
     )
     max_length: int = flag("Maximum number of tokens in a row.", default=2048, at_least=1)
     per_device_train_batch_size: int = flag(
-        "Rows of a micro-batch of one process.",
+        "Rows per micro-batch and process.",
         default=8,
         at_least=1,
         compared=lambda args: args.loss_normalization == MICRO_BATCH,  # over which the loss is then averaged
     )
     loss_normalization: str | None = flag(
-        "Average the loss over the rows of a micro_batch (as released), or of an optimizer step over all ranks.",
+        "Average the loss over a micro_batch (as released), or over an optimizer step on all ranks.",
         default=None,
         choices=[MICRO_BATCH, "step"],
     )
     per_device_eval_batch_size: int = flag(
-        "Rows at once in evaluation and for the reference.", default=8, at_least=1, machine=True
+        "Rows per batch in evaluation and for the reference.", default=8, at_least=1, machine=True
     )
     dataloader_num_workers: int = flag(
-        "Processes that make batches beside the training's own.", default=0, at_least=0, machine=True
+        "Additional processes that prepare batches.", default=0, at_least=0, machine=True
     )
-    neftune_noise_alpha: float | None = flag("Noise that is added to embeddings.", default=None, at_least=0)
-    # An allow_ flag decides whether a training begins, and changes nothing in it.
-    allow_no_game_rows: bool | None = flag("Train although there are only SFT rows.", default=None, compared=False)
+    neftune_noise_alpha: float | None = flag("Noise to add to embeddings (NEFTune).", default=None, at_least=0)
+    # allow_ flags only decide whether training starts, so they are not compared.
+    allow_no_game_rows: bool | None = flag("Train even if there are only SFT rows.", default=None, compared=False)
     allow_negative_rewards: bool = flag(
-        "Train rows with negative rewards although the method imitates them, or has no --detach_kl True.",
+        "Train on negative rewards even if the method imitates these rows or --detach_kl is off.",
         default=False,
         compared=False,
     )
-    # Right is the default because causal attention then needs no mask.
+    # Right by default, because causal attention then needs no mask.
     padding_side: str = flag("Side on which shorter rows are padded.", default="right", choices=["left", "right"])
-    # Left is the default because the target is at the end.
-    truncation_side: str = flag("Side from which longer rows are cut.", default="left", choices=["left", "right"])
+    # Left by default, because the target is at the end.
+    truncation_side: str = flag("Side on which longer rows are truncated.", default="left", choices=["left", "right"])
     logging_nan_inf_filter: bool = flag(
-        "Log the mean of earlier losses in place of NaN or infinity.", default=False, compared=False
+        "Log the mean of earlier losses instead of NaN or infinity.", default=False, compared=False
     )
     warmup_ratio: float | None = flag(
-        "Share of the steps used for warm-up; ignored if --warmup_steps is above 0.",
+        "Fraction of the steps used for warm-up; ignored if --warmup_steps is above 0.",
         default=None,
         at_least=0,
         at_most=1,
@@ -156,25 +156,25 @@ class SPAGArguments(MethodArguments):
         _check_precision(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].compared_kinds:
             self.ref_model_name_or_path = self.model_name_or_path
-        if self.warmup_ratio is not None:  # in transformers 5 --warmup_steps below 1 are a share, rounded up to steps
+        if self.warmup_ratio is not None:  # transformers 5 takes --warmup_steps below 1 for a fraction, rounded up
             self.warmup_steps = self.warmup_steps or min(self.warmup_ratio, ALL_STEPS)
             self.warmup_ratio = None
-        if self.hub_token:  # training_args.bin would hold it; huggingface_hub reads the environment too
+        if self.hub_token:  # training_args.bin would contain it; huggingface_hub also reads the environment
             os.environ["HF_TOKEN"] = self.hub_token
             self.hub_token = None
-        # Apple's GPUs are not used: two processes would train there without knowing of each other.
+        # Apple GPUs are not used, because two processes would train there without synchronizing.
         if not self.use_cpu and not torch.cuda.is_available():
             warn_of_idle_gpu()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available() or torch.backends.mps.is_available()
         if self.use_cpu:
-            self.tf32 = None  # TensorFloat-32 is a format of GPUs
+            self.tf32 = None  # TensorFloat-32 exists on GPUs only
             self.dataloader_pin_memory = False
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
         with user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
             for callback in get_reporting_integration_callbacks(self.report_to):
-                callback()  # looks for its package
+                callback()  # raises if its package is missing
             optimizer = self._try_optimizer()
             get_scheduler(self.lr_scheduler_type, optimizer, 0, 1, self.lr_scheduler_kwargs)
 
@@ -183,26 +183,26 @@ class SPAGArguments(MethodArguments):
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     def _try_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer with these flags over one weight. ImportError or ValueError if the flags cannot make one."""
+        """An optimizer with these flags for a dummy model. ImportError or ValueError for invalid flags."""
         layers = torch.nn.Sequential(torch.nn.Linear(1, 1))
         kind, options = Trainer.get_optimizer_cls_and_kwargs(self, layers)
-        if self.optim_target_modules:  # parts of the model: only whether the package is there is known yet
+        if self.optim_target_modules:  # needs the real model; only the package could be checked
             return torch.optim.SGD(layers.parameters(), self.learning_rate)
         return kind(layers.parameters(), **options)
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Half precision under DeepSpeed, which keeps fp32 copies, and for the frozen base of LoRA; otherwise fp32.
+        """Half precision under DeepSpeed, which keeps fp32 copies, and for LoRA's frozen base; otherwise fp32.
 
-        Weights that train need fp32 somewhere: added to a bf16 weight, a step of 2e-6 is mostly lost in rounding.
-        The model is also saved in this dtype: in fp32, twice as large, where all weights train without DeepSpeed.
+        Trainable weights need an fp32 copy, because an update of 2e-6 to a bf16 weight is mostly lost in rounding.
+        The model is saved in this dtype, so full training without DeepSpeed gives fp32 files, twice as large.
         """
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         return dtypes[self.precision if self.deepspeed or self.lora_rank else "fp32"]
 
     @property
     def loading(self) -> dict:
-        """How policy, reference and the base of merged adapters are loaded."""
+        """Options for loading policy, reference and the base of merged adapters."""
         return {
             "dtype": self.weights_dtype,
             "attn_implementation": self.attn_implementation,
@@ -211,10 +211,9 @@ class SPAGArguments(MethodArguments):
 
     @cached_property
     def run_settings(self) -> dict:
-        """Everything that changes the results, as `stage` compares it between two starts.
+        """Everything that changes results, which `stage` compares between two starts.
 
-        `rows_per_step` is the batch of an optimizer step: micro-batch x accumulation x processes. So these three may
-        change between two starts if their product stays.
+        `rows_per_step` is micro-batch x accumulation x processes, which may change if their product stays the same.
         """
         of_other_methods = FLAGS_OF_METHODS.keys() - METHOD_ARGUMENTS[self.train_method].keys()
         names = [name for name in self.__dataclass_fields__ if compares(name, self) and name not in of_other_methods]
@@ -230,21 +229,21 @@ class SPAGArguments(MethodArguments):
 
     @property
     def defaults(self) -> dict:
-        """The defaults of all flags by name, those of the method among them."""
+        """The defaults of all flags, including the method's, by name."""
         return defaults(SPAGArguments) | method_arguments(self)
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """The device of this process. On a CPU it tells accelerate about DeepSpeed, which the Trainer does not."""
-        # torch's about the calls of DeepSpeed's ZeRO-3, for each parameter and micro-batch
+        """This process's device. Also tells accelerate about DeepSpeed on CPUs, which the Trainer does not."""
+        # ZeRO-3 triggers this warning for every parameter and micro-batch.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        if self.deepspeed and "LOCAL_RANK" not in os.environ:  # without torchrun, DeepSpeed would look for MPI
+        if self.deepspeed and "LOCAL_RANK" not in os.environ:  # without torchrun, DeepSpeed would try MPI
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
         if not self.use_cpu and torch.cuda.is_available():
-            check_gpus(torch.cuda.device_count())  # else NCCL or CUDA would end each process with a traceback
+            check_gpus(torch.cuda.device_count())  # otherwise NCCL or CUDA fails with a traceback in each process
         device = super()._setup_devices
-        self._n_gpu = min(self._n_gpu, 1)  # one process uses one GPU; torchrun starts one for each
+        self._n_gpu = min(self._n_gpu, 1)  # one GPU per process; torchrun starts a process for each
         if self.deepspeed and self.use_cpu:
             import deepspeed
             from accelerate.utils import DistributedType
@@ -263,16 +262,16 @@ def compares(name: str, args: SPAGArguments | Namespace) -> bool:
 
 
 def check_flags(args: SPAGArguments | Namespace) -> None:
-    """Give flags that are None the defaults of the method. Raise UserError for flags that contradict each other.
+    """Fill in the method's defaults for flags that are None. UserError for flags that contradict each other.
 
-    No device is asked.
+    Touches no device.
     """
     _check_method(args)
     _check_numbers(args)
     _check_run(args)
     _check_later_use(args)
     set_method_defaults(args)
-    # Its micro-batches have different numbers of rows: averaged one by one, a row of a small one would count more.
+    # Its micro-batches differ in size, so per-micro-batch means would give rows of small ones more weight.
     if args.train_sampling_strategy == "batch_rebalance" and args.loss_normalization == MICRO_BATCH:
         raise UserError("--train_sampling_strategy batch_rebalance needs --loss_normalization step")
 
@@ -284,7 +283,7 @@ def set_method_defaults(args: SPAGArguments | Namespace) -> None:
 
 
 def method_arguments(args: SPAGArguments | Namespace) -> dict:
-    """The flags that the method uses and others refuse, with their defaults; those of LoRA where it is trained."""
+    """The method's flags with their defaults, plus LoRA's if --lora_rank is set."""
     return METHOD_ARGUMENTS.get(args.train_method, {}) | (LORA_ARGUMENTS if args.lora_rank else {})
 
 
@@ -299,36 +298,35 @@ def _check_method(args: SPAGArguments | Namespace) -> None:
     if args.lora_rank and reference and os.path.realpath(reference) != os.path.realpath(model):
         raise UserError(f"--{REFERENCE_NAME}: with --lora_rank the reference is the model without its adapters")
     if REFERENCE_NAME in method_arguments(args) and not reference and not args.lora_rank:
-        raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} compares with a reference model")
+        raise UserError(f"--{REFERENCE_NAME} is missing: {args.train_method} needs a reference model")
 
 
 def _check_numbers(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for numbers that would train nothing, or something else than they say."""
     has_steps = args.max_steps > 0
-    if args.max_steps < 0:  # then the epochs count
+    if args.max_steps < 0:  # unset
         has_steps = args.num_train_epochs > 0
     if not has_steps:
-        raise UserError("no step would be made: --max_steps and --num_train_epochs must be above 0")
+        raise UserError("there would be no steps: --max_steps and --num_train_epochs must be above 0")
     if not 0 <= args.learning_rate < math.inf:
-        raise UserError(f"--learning_rate {args.learning_rate}: it must be a finite number, at least 0")
+        raise UserError(f"--learning_rate {args.learning_rate}: must be finite and at least 0")
 
 
 def _check_run(args: SPAGArguments | Namespace) -> None:
-    if args.auto_find_batch_size:  # it takes a smaller micro-batch, and leaves the accumulation
+    if args.auto_find_batch_size:  # it shrinks the micro-batch without changing the accumulation
         remedy = "set --per_device_train_batch_size and --gradient_accumulation_steps"
-        raise UserError(f"--auto_find_batch_size would make steps of fewer rows without a word; {remedy}")
-    if args.accelerator_config:  # dispatch_batches would cut tensors that have no row for each row of the batch
-        raise UserError("--accelerator_config would make other batches than the flags say; leave it out")
-    # The settings and the reference's numbers that belong to a checkpoint lie in its --output_dir.
+        raise UserError(f"--auto_find_batch_size would silently use fewer rows per step; {remedy}")
+    if args.accelerator_config:  # dispatch_batches would split tensors whose first dimension is not the batch
+        raise UserError("--accelerator_config would change the batches that other flags specify; omit it")
+    # A checkpoint's settings and reference log-probabilities are in its --output_dir.
     if str(args.resume_from_checkpoint).lower() not in ("none", "true", "false"):
-        raise UserError("--resume_from_checkpoint: training continues from the checkpoints of --output_dir only")
+        raise UserError("--resume_from_checkpoint: training resumes only from checkpoints in --output_dir")
     if args.deepspeed:
         _check_deepspeed_file(args)
     if args.train_sampling_strategy == "group_by_length" and world_size() > 1:
-        # Each process shuffles by its own random state, which dropout moves: two of them saw 78 of 93 rows.
+        # Each process shuffles by its own random state, which dropout advances: two of them saw 78 of 93 rows.
         raise UserError(
-            "--train_sampling_strategy group_by_length: several processes would see some rows twice and others never; "
-            "batch_rebalance groups rows by length too"
+            "--train_sampling_strategy group_by_length: with several processes, some rows would be seen twice and "
+            "others never; batch_rebalance also groups rows by length"
         )
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
@@ -337,48 +335,46 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
 
 
 def _check_later_use(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for what the Trainer would refuse only when rows and models are read, or when it has trained."""
+    """UserError for what the Trainer would refuse only after loading rows and models, or after training."""
     evaluates = args.eval_strategy != "no" or args.eval_on_start or args.save_strategy == "best"
     if evaluates and not args.eval_data_path:
-        raise UserError(
-            "--eval_strategy, --eval_on_start and --save_strategy best need rows: --eval_data_path is missing"
-        )
+        raise UserError("--eval_strategy, --eval_on_start and --save_strategy best need --eval_data_path")
     if args.save_strategy == "best" and not args.metric_for_best_model:
         raise UserError("--save_strategy best needs --metric_for_best_model, such as eval_loss")
     if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
-        remedy = "name a model of the hub"
-        raise UserError(f"--push_to_hub: adapters name their base, here a folder that nobody else has; {remedy}")
+        remedy = "use a model from the hub"
+        raise UserError(f"--push_to_hub: the adapters' base is a folder that only this machine has; {remedy}")
     if args.push_to_hub and not (args.hub_token or huggingface_hub.get_token()):
         raise UserError("--push_to_hub needs a login: hf auth login, or HF_TOKEN in the environment")
     if args.torch_compile_backend and args.torch_compile_backend not in torch._dynamo.list_backends(None):
         raise UserError(f"--torch_compile_backend {args.torch_compile_backend}: torch.compile has no such backend")
     if isinstance(args.gradient_checkpointing_kwargs, str) and not args.gradient_checkpointing_kwargs.startswith("{"):
-        raise UserError(f"--gradient_checkpointing_kwargs {args.gradient_checkpointing_kwargs}: no object of JSON")
+        raise UserError(f"--gradient_checkpointing_kwargs {args.gradient_checkpointing_kwargs}: not a JSON object")
 
 
 def _check_precision(args: SPAGArguments) -> None:
-    """Raise UserError if `accelerate launch` asks for a precision that the flags do not say."""
+    """UserError if `accelerate launch` asks for another precision than the flags."""
     asked = os.environ.get(PRECISION_VARIABLE, "no")
     if asked not in ("no", args.precision):
-        remedy = f"give --{asked} True, or " if asked in ("bf16", "fp16") else ""
+        remedy = f"set --{asked} True, or " if asked in ("bf16", "fp16") else ""
         raise UserError(
-            f"{PRECISION_VARIABLE} is {asked}, which the flags do not say: {remedy}start without accelerate's "
+            f"{PRECISION_VARIABLE} is {asked}, but the flags say {args.precision}: {remedy}start without accelerate's "
             "mixed precision (accelerate launch --mixed_precision no)"
         )
 
 
 def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
-    """Raise UserError for what would overrule a flag, and for a ZeRO-3 run that would save no weights.
+    """UserError if the file would override a flag, or if ZeRO-3 would save no weights.
 
-    The content of the file is in no record, so a start does not notice a change of it.
+    The file's content is not recorded, so a restart does not notice changes to it.
     """
     path = args.deepspeed
     config = read_json(path)
     if "scheduler" in config:
-        raise UserError(f"{path}: 'scheduler' would overrule --lr_scheduler_type; take it out")
+        raise UserError(f"{path}: 'scheduler' would override --lr_scheduler_type; remove it")
     if "optimizer" in config and (args.optim != DEFAULT_OPTIMIZER or args.optim_args):
-        remedy = "leave these flags out, or take another file, such as configs/zero3.json"
-        raise UserError(f"{path}: 'optimizer' would overrule --optim and --optim_args; {remedy}")
+        remedy = "omit these flags, or use another file, such as configs/zero3.json"
+        raise UserError(f"{path}: 'optimizer' would override --optim and --optim_args; {remedy}")
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         raise UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
@@ -393,7 +389,7 @@ class Parser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser, field):
-        """Give `add_argument` of a `flag` only the keys that it knows."""
+        """Pass only `add_argument`'s own keys from a `flag`'s metadata."""
         if "settings" in field.metadata:
             field = copy.copy(field)
             field.metadata = {"help": field.metadata["help"], **field.metadata["settings"]}
@@ -404,9 +400,9 @@ class Parser(HfArgumentParser):
 
 
 def build_parser() -> Parser:
-    """The parser of train.py. A boolean flag may stand alone, for True.
+    """train.py's parser. A boolean flag without a value means True.
 
-    Its help begins with the required flags, then this project's, then the Trainer's.
+    --help lists required flags first, then this project's, then the Trainer's.
     """
     usage = "train.py --train_method METHOD --model_name_or_path M --train_data_path FILE ... --output_dir DIR ..."
     how = {"usage": usage, "description": __doc__, "formatter_class": HelpFormatter}
@@ -423,10 +419,10 @@ def build_parser() -> Parser:
 
 
 def _default_of(action: Action) -> str:
-    """What --help says of a default, which may depend on the method, or on --lora_rank."""
+    """A default in --help, which may depend on the method or on --lora_rank."""
     by_method = {method: names[action.dest] for method, names in METHOD_ARGUMENTS.items() if action.dest in names}
     if action.dest == REFERENCE_NAME:
-        return f" (needed by {' and '.join(by_method)}, unless there is a --lora_rank)"
+        return f" (required by {' and '.join(by_method)}, unless --lora_rank is set)"
     if by_method:
         defaults = ", ".join(f"{method} {default}" for method, default in by_method.items())
         return f" (default: {defaults})"

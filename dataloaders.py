@@ -1,4 +1,4 @@
-"""Training rows: read from files or the hub, encoded as token ids in a `datasets.Dataset`, padded to batches.
+"""Training rows: read from files or the hub, encoded into a `datasets.Dataset`, and padded to batches.
 
 files -> load_rows -> Dataset -> SPAGCollator -> batch
 """
@@ -27,28 +27,28 @@ from tools.common.models import chat_text, check_token, encode_pairs
 from tools.common.ranks import on_each_machine, warn_on_rank_0
 from tools.common.rowformats import KINDS, read_row, row_kind
 
-IGNORE_INDEX = -100  # label of a token that is not scored
-# The numbers of a row, 1.0 where a record has none. Batches hold them as float32 tensors NAMEs, of shape (batch,).
+IGNORE_INDEX = -100  # label of tokens that are not scored
+# Numbers of a row, 1.0 by default. In batches: float32 tensors `weights` and `rewards`, (batch,).
 NUMBERS = ("weight", "reward")
-ROWS_AT_ONCE = 1000  # rows that are tokenized in one call
+ROWS_AT_ONCE = 1000  # rows to tokenize in one call
 logger = logging.getLogger(__name__)
 
 
 class TextRow(NamedTuple):
-    """A row's texts and numbers. With `chat_template` the texts already contain all special tokens."""
+    """A row's texts and numbers. With `chat_template`, the texts already contain all special tokens."""
 
     query: str
     target: str
-    numbers: dict[str, float]  # those of NUMBERS that the record has
-    type: Any  # as the record has it; rows of games may have any type but "sft", or none
+    numbers: dict[str, float]  # those of NUMBERS in the record
+    type: Any  # as in the record; rows of games may have none, or any but "sft"
     kind: str  # one of KINDS
     chat_template: bool
 
 
 def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
-    """Read a raw record, as `read_row` does; a conversation becomes texts in the tokenizer's chat template.
+    """Convert a record by `read_row`, and a conversation to texts in the tokenizer's chat template.
 
-    Raises UserError for a record without texts, and for numbers that are NaN or infinite.
+    UserError for a record without texts, and for numbers that are NaN or infinite.
     """
     row = read_row(record)
     kind = row_kind(row)
@@ -68,7 +68,7 @@ def normalize_row(record: dict, tokenizer: PreTrainedTokenizerBase) -> TextRow:
 
 
 def read_numbers(row: Mapping) -> dict[str, float]:
-    """The NUMBERS that a row has. UserError for one that is not finite, and for a weight below 0."""
+    """The row's NUMBERS. UserError for one that is not finite, and for a negative weight."""
     numbers = {}
     for name in filter(row.__contains__, NUMBERS):
         with user_errors(repr(name), TypeError, OverflowError):
@@ -76,40 +76,35 @@ def read_numbers(row: Mapping) -> dict[str, float]:
                 raise UserError(f"{name!r} must be a finite number, not {row[name]}")
         numbers[name] = float(row[name])
     if numbers.get("weight", 1.0) < 0:
-        raise UserError("'weight' is below 0; a row to avoid has a negative reward, under OfflinePO")
+        raise UserError("'weight' is negative; for a row to avoid, set a negative reward and use OfflinePO")
     return numbers
 
 
 def messages_to_row(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Turn a conversation, as `read_row` gives it, into an SFT row: the last reply is the target.
-
-    A row has one target, so earlier replies belong to the query and are not learned.
-    """
+    """Convert a conversation to an SFT row whose target is the last reply. Earlier replies are part of the query."""
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
-        raise UserError("'messages' has no assistant message, which would be the target")
+        raise UserError("'messages' has no assistant message to be the target")
     before = messages[: replies[-1]]
-    # With thinking, the template might open a thought in the query, which the reply would not continue.
+    # With thinking, the template might open a thought in the query that the reply does not continue.
     render = partial(chat_text, tokenizer, enable_thinking=False)
-    with user_errors(
-        "the tokenizer's chat template does not take these messages", ValueError, TypeError, TemplateError
-    ):
+    with user_errors("the tokenizer's chat template rejects these messages", ValueError, TypeError, TemplateError):
         query = render(before, add_generation_prompt=True)
         whole = render(messages[: replies[-1] + 1])
     if not whole.startswith(query):
-        raise UserError("the tokenizer's chat template writes a reply elsewhere than where it asks for one")
+        raise UserError("the tokenizer's chat template does not put the reply after its generation prompt")
     return {"query": query, "target": whole.removeprefix(query).rstrip(), "chat_template": True}
 
 
 def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Encode one row as [BOS] + query + target + [EOS], cut to the tokenizer's model_max_length.
+    """Encode one row as [BOS] + query + target + [EOS], truncated to the tokenizer's model_max_length.
 
-    Query and target are tokenized separately and without special tokens: in play, too, the prompt is tokenized alone.
-    In a row with `chat_template`, whose template has written the special tokens, they are tokenized as one text
-    (`encode_pairs`). As many labels are masked as BOS and query have tokens; no id is compared, so EOS is scored even
-    if PAD is the same token. A tokenizer without BOS adds none.
+    Query and target are tokenized separately and without special tokens, because play also tokenizes the prompt alone.
+    With `chat_template`, where the template has written the special tokens, they are tokenized as one text
+    (`encode_pairs`). The labels of BOS and query are masked by position, not by id, so that EOS is scored even if PAD
+    is the same token. No BOS is added if the tokenizer has none.
 
-    Returns input_ids and labels (lists of one length), the NUMBERS and the kind. Raises UserError for a bad row (see
+    Returns input_ids and labels (lists of equal length), the NUMBERS and the kind. UserError for an invalid row (see
     `normalize_row`), and for one with `chat_template` that does not end in a special token of the tokenizer.
     """
     (row,) = encode([normalize_row(example, tokenizer)], tokenizer)
@@ -118,16 +113,16 @@ def encode_example(example: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
 
 
 def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None) -> list[dict]:
-    """`encode_example` of many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
+    """`encode_example` for many rows, for which a fast tokenizer uses all cores. Ids and labels are int32 arrays.
 
-    Besides, `length` is the number of tokens, `is_cut` tells whether there were more, and `is_apart` whether query and
-    target in a chat template were encoded apart. `names`: what errors call the rows.
+    Adds `length`, the number of tokens, `is_cut`, whether the row was truncated, and `is_apart`, whether query and
+    target in a chat template were encoded separately. `names` of the rows are for errors.
     """
     pairs = encode_pairs(tokenizer, [(row.query, row.target, row.chat_template) for row in rows])
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     limit = tokenizer.model_max_length
-    # A row loses the beginning of its query, or, if it is cut from the right, the end of its target.
+    # Truncation drops the beginning of the query or, on the right, the end of the target.
     cut = slice(-limit, None) if tokenizer.truncation_side == "left" else slice(limit)
     encoded = []
     for number, (row, (query, target, is_apart)) in enumerate(zip(rows, pairs, strict=True)):
@@ -138,7 +133,7 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Seque
             where = f"{names[number]}: " if names else ""
             raise UserError(
                 f"{where}the target {row.target[-40:]!r} does not end in a special token of this tokenizer; make rows "
-                "for it by assign_rewards --chat_template True --tokenizer MODEL"
+                "for it with assign_rewards --chat_template True --tokenizer MODEL"
             )
         ids = np.array((query + target)[cut], dtype=np.int32)
         labels = np.array(([IGNORE_INDEX] * len(query) + target)[cut], dtype=np.int32)
@@ -150,10 +145,10 @@ def encode(rows: list[TextRow], tokenizer: PreTrainedTokenizerBase, names: Seque
 
 COLUMNS = Features(
     {
-        "index": Value("int64"),  # of the row among all rows, by which tables know it
+        "index": Value("int64"),  # of the row among all rows, the key of `SPAGCollator.tables`
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
-        "length": Value("int32"),  # tokens, as the Trainer's sampling strategies by length read it
+        "length": Value("int32"),  # tokens, for the Trainer's sampling strategies by length
         "kind": Value("string"),
         **dict.fromkeys(NUMBERS, Value("float64")),
     }
@@ -169,15 +164,15 @@ def load_rows(
     check: Callable[[TextRow], None] = lambda row: None,
     first_index: int = 0,
 ) -> Dataset:
-    """The encoded rows of files, or of data sets of the hub, in these COLUMNS.
+    """The encoded rows of files or hub data sets, with the COLUMNS.
 
-    UserError names a row that is bad, one that `check` refuses by UserError, one whose target is cut off whole, and
-    one with a token of `vocab_size` or above.
+    UserError names a row that is invalid, that `check` refuses by UserError, whose target is cut off completely, or
+    that has a token id of at least `vocab_size`.
 
-    Without `file` the rows lie in memory. Otherwise they are written to this Arrow file and read from there, so it
-    must stay as long as the Dataset is used. All ranks of a launch then call this together: the first process of each
-    machine encodes and writes, the others read. Nothing of an earlier call is used again. (The cache of `datasets`
-    knows a file by its path and a function by its name, and would give the rows that they once gave.)
+    Without `file` the rows are in memory. Otherwise they are written to this Arrow file, which must exist as long as
+    the Dataset is used; all ranks must call this together, the first process of each machine encodes, and the others
+    read. Nothing is cached between calls, because the cache of `datasets`, whose key is a file's path and a function's
+    name, would return stale rows.
     """
     batches = encoded_batches(paths, tokenizer, vocab_size, check, first_index)
     if file is None:
@@ -201,7 +196,7 @@ def encoded_batches(
     check: Callable[[TextRow], None],
     first_index: int,
 ) -> Iterator[dict[str, list]]:
-    """Batches of encoded rows, as columns. In the end it logs their number, and warns of rows that were cut."""
+    """Batches of encoded rows, as columns. Finally logs their number and warns of truncated rows."""
 
     def read(record: dict) -> TextRow:
         row = normalize_row(record, tokenizer)
@@ -218,10 +213,10 @@ def encoded_batches(
             encoded = encode(chunk, tokenizer, names)
             for name, row in zip(names, encoded, strict=True):
                 with user_errors(name, UserError):
-                    # A label at position 0 is predicted by nothing. The loss of a row without another would be 0/0.
+                    # Nothing predicts a label at position 0, and without other labels the row's loss would be 0/0.
                     if (row["labels"][1:] == IGNORE_INDEX).all():
                         remedy = "use --truncation_side left or a larger --max_length"
-                        raise UserError(f"{limit} tokens cut off the whole target; {remedy}")
+                        raise UserError(f"the limit of {limit} tokens cuts off the whole target; {remedy}")
                     check_token(row["input_ids"].max(), tokenizer, vocab_size)
             batch = {name: [row[name] for row in encoded] for name in encoded[0] if name in COLUMNS}
             first = first_index + count["rows"]
@@ -235,23 +230,23 @@ def encoded_batches(
     files = ", ".join(paths)
     logger.info("%s: %s", files, ", ".join(f"{count[kind]:,} {name}" for kind, name in KINDS.items()))
     if count["cut"]:
-        lost = "beginning, where the rules stand" if tokenizer.truncation_side == "left" else "end"
+        lost = "beginning, with the rules" if tokenizer.truncation_side == "left" else "end"
         warn_on_rank_0(
-            "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length keeps them whole",
+            "%s: %d of %d rows are longer than %d tokens and lost their %s; a larger --max_length avoids this",
             *(files, count["cut"], count["rows"], limit, lost),
         )
     if count["apart"]:
-        line = "%s: in %d of %d rows a token would cross the border of query and target; they are encoded apart"
+        line = "%s: in %d of %d rows a token would span query and target, which are therefore encoded separately"
         warn_on_rank_0(line, files, count["apart"], count["rows"])
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:
-    """The numbers of all rows in this column: (rows,)."""
+    """A column as an array: (rows,)."""
     return rows.select_columns(name).with_format("numpy")[:][name]
 
 
 def numbers_by_row(rows: Dataset, *, by_token: bool) -> np.ndarray:
-    """How many numbers a table has for each row: the number of its scored tokens, or 1. Of shape (rows,)."""
+    """A table's number of values for each row: its number of scored tokens, or 1. (rows,)"""
     if not by_token:
         return np.ones(len(rows), dtype=int)
     labels = rows.select_columns("labels").with_format("numpy")
@@ -259,20 +254,18 @@ def numbers_by_row(rows: Dataset, *, by_token: bool) -> np.ndarray:
 
 
 def split_by_row(values: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    """The numbers of each row: (numbers of all rows,), (rows,) -> a view for each row."""
+    """Split a table's values by row: (values,), sizes (rows,) -> a view for each row."""
     return np.split(values, np.cumsum(sizes)[:-1])
 
 
 class SPAGCollator:
-    """Pad encoded rows to the longest of them, on the tokenizer's padding side, with PAD, EOS or token 0.
+    """Pad encoded rows to the longest one, on the tokenizer's padding side.
 
-    It is the first of these that the tokenizer has and that is below the model's `vocab_size`.
+    The padding token is PAD, EOS or 0: the first that the tokenizer has and that is below the model's `vocab_size`.
 
-    Returns input_ids, labels and attention_mask, int64 tensors of shape (batch, longest); the NUMBERS as weights and
-    rewards, and game_mask and sft_mask, 1 for the rows of this kind, float32 of shape (batch,); scored_positions,
-    (scored tokens,). `tables`: further tensors by name, whose numbers are looked up by the row's index.
-
-    Rows are not packed: each line of the batch is one row.
+    Returns int64 input_ids, labels and attention_mask, (batch, longest); float32 weights, rewards, game_mask and
+    sft_mask (1 for rows of that kind), (batch,); and scored_positions, (scored tokens,). `tables` add further tensors
+    by name, with values looked up by row index. Rows are not packed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: float = math.inf):
@@ -290,7 +283,7 @@ class SPAGCollator:
         batch = {
             "input_ids": self._pad(input_ids, self.pad_token_id),
             "labels": labels,
-            # On the CPU, since on a GPU nonzero() would wait for its result.
+            # Computed here on the CPU, because on a GPU nonzero() would synchronize.
             "scored_positions": scored_positions(labels),
             "attention_mask": self._pad([[1] * len(ids) for ids in input_ids], 0),
         }

@@ -35,13 +35,13 @@ from tools.common.models import load_for_training, make_weights_readable
 from tools.common.ranks import on_rank_0, rank
 from tools.common.rowformats import GAME, KINDS
 
-REFERENCE_NAME = "ref_model_name_or_path"  # the flag of methods that compare rows with the reference
-REFERENCE = "ref_logprobs"  # the log-probabilities of the rows under it
+REFERENCE_NAME = "ref_model_name_or_path"  # flag of methods that use a reference model
+REFERENCE = "ref_logprobs"  # in batches: log-probabilities under the reference
 MICRO_BATCH = "micro_batch"  # of --loss_normalization
 
-# What a loss returns beside itself, with the same names in every micro-batch. A pair (sum, count) is added up over
-# micro-batches and ranks, and logged as sum / count. A part of the loss is a plain tensor, which counts once for each
-# micro-batch. Of names that end in _max, pairs too, the largest value is logged. A count of 0 is not logged.
+# What a loss returns beside itself, with the same names in every micro-batch. Pairs (sum, count) are summed over
+# micro-batches and ranks and logged as sum / count, unless the count is 0. Plain tensors, the parts of the loss, count
+# once per micro-batch. For names that end in _max the largest value is logged.
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 
@@ -57,7 +57,7 @@ def sequence_logprob(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean log-probability of each row's labels, nats per token: (batch, T, vocabulary), (batch, T) -> (batch,).
 
     Logits at position t predict the label at t + 1; labels of -100 are masked. A row without labels gives NaN.
-    This is the definition. Training computes the same without making all logits (`label_logits`).
+    This is the definition; training computes the same without materializing all logits (`label_logits`).
     """
     predicting = logits[:, :-1]
     targets = labels[:, 1:]
@@ -83,8 +83,8 @@ def sft_kl_loss(
     """Imitation with a KL to the reference: mean of weight * (-l + beta * exp(l) * (l - l_ref)).
 
     Takes (batch,) tensors. The sum is divided by `num_rows`, by default the number of rows in the batch. As released,
-    beta's factor is the summand of the KL that belongs to the row's own target, with means over tokens instead of
-    sums. It is not an estimate from samples, because the policy did not draw this target.
+    the KL term is the KL's summand for the row's own target, with means over tokens instead of sums. It is not a
+    sample estimate, because the target was not drawn from the policy.
     """
     log_ratio = logprob - ref_logprob
     kl = logprob.exp() * log_ratio
@@ -118,16 +118,16 @@ def offline_po_loss(
     a game row costs -min(A r, A clip(r, 1 - eps, 1 + eps)) * weight, an SFT row -l * weight;
     loss = sum over game rows / num_game_rows + alpha * sum over SFT rows / num_sft_rows.
 
-    Takes (batch,) tensors. With `detach_kl` no gradient flows through A. False is the released loss: its gradient also
-    flows through the KL inside A. The clip holds r but not A, so a row with a negative reward is pushed down until
-    A = beta; for a reward of -0.5 that is at l - l_ref = -3.5.
+    Takes (batch,) tensors. As released, the gradient also flows through the KL inside A, unless `detach_kl`. The clip
+    bounds r but not A, so a row with a negative reward is pushed down until A = beta; for a reward of -0.5 and
+    beta = 0.2 that is at l - l_ref = -3.5.
 
-    The numbers of rows are by default those of the batch; a kind without rows contributes 0. Each kind is divided by
-    its own number, so alpha weighs two means and does not depend on the mix of rows.
+    Row counts default to the batch's; a kind without rows contributes 0. Each kind is divided by its own count, so
+    alpha weighs two means, whatever the mix of rows.
     """
     sft_mask = sft_mask.to(logprob.dtype)
     game_mask = 1 - sft_mask
-    # The reference has no number for SFT rows. An infinite ratio of theirs, times a mask of 0, would be NaN.
+    # SFT rows have no reference log-probability, and an infinite ratio times a mask of 0 would be NaN.
     log_ratio = torch.where(sft_mask.bool(), 0.0, logprob - ref_logprob)
     ratio = log_ratio.exp()
     advantage = rewards - kl_coeff * (log_ratio.detach() if detach_kl else log_ratio)
@@ -147,13 +147,13 @@ def offline_po_loss(
 
 
 def _divide(total: Tensor, count: Tensor | float) -> Tensor:
-    """total / count, or the total if the count is 0 (then the total is 0 too)."""
+    """total / count, or the total, which is then 0, if the count is 0."""
     count = torch.as_tensor(count)
-    return total / torch.where(count == 0, 1.0, count)  # asks no GPU for the count, which would wait for it
+    return total / torch.where(count == 0, 1.0, count)  # an `if` would synchronize the GPU
 
 
 def over_rows(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the values where the mask is 1, and how many these are."""
+    """Sum and number of the values where the mask is 1."""
     return (values * mask).sum().detach(), mask.sum()
 
 
@@ -186,20 +186,20 @@ def num_scored(batch: dict[str, Tensor]) -> Tensor:
 def label_logits(
     model: nn.Module, module: PreTrainedModel, batch: dict[str, Tensor], *, pads_left: bool = True
 ) -> Tensor:
-    """Logits of a forward pass, made only where they predict a scored label: (scored tokens, vocabulary).
+    """Logits of a forward pass, computed only where they predict a scored label: (scored tokens, vocabulary).
 
     Most tokens belong to prompts, and logits for all of them, (batch, T, vocabulary), would take most of the memory.
-    `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left` False
-    means that padding is on the right, where causal attention needs no mask.
+    `model` is called and may be wrapped by DDP or DeepSpeed; `module` is the causal LM inside it. `pads_left=False`
+    means padding on the right, where causal attention needs no mask.
 
-    Training reads the logits alone, so the loss of a mixture of experts lacks the auxiliary loss of its router.
+    Only the logits are used, so a mixture of experts trains without its router's auxiliary loss.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if pads_left:  # position 0 is the first real token, as with padding on the right
         mask = batch["attention_mask"]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         inputs |= {"attention_mask": mask, "position_ids": positions}
-    predicting_positions = _scored_positions(batch)  # those that predict a scored label
+    predicting_positions = _scored_positions(batch)
 
     def select(layer, args):
         hidden, *rest = args  # (batch, T, hidden)
@@ -216,7 +216,7 @@ def scored_logprob(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def row_means(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over each row of numbers of its scored tokens: (scored tokens,) -> (batch,)."""
+    """Mean over each row's scored tokens: (scored tokens,) -> (batch,)."""
     labels = batch["labels"]
     by_position = values.new_zeros(labels.numel()).scatter(0, _scored_positions(batch), values)
     return by_position.view(labels.shape).sum(1) / num_scored(batch)
@@ -234,7 +234,7 @@ def _scored_positions(batch: dict[str, Tensor]) -> Tensor:
 
 
 class MetricSums:
-    """Metrics of all steps since the last log. They stay on the device: reading them would make a GPU wait."""
+    """Metrics since the last log. They stay on the device, because reading them would synchronize the GPU."""
 
     def __init__(self):
         self.totals: dict[str, tuple[Tensor, Tensor]] = {}
@@ -261,7 +261,7 @@ class MetricSums:
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Calls a function when the model is wrapped, on its device and, if a run continues, loaded."""
+    """Calls a function once the model is wrapped, on its device and, in a resumed run, restored."""
 
     def __init__(self, function: Callable[[], None]):
         self.function = function
@@ -271,40 +271,39 @@ class BeforeFirstStep(TrainerCallback):
 
 
 class RebalancedEpochs(TrainerCallback):
-    """Tells the sampler of `batch_rebalance` the run's seed and, at its begin, each epoch.
+    """Gives the sampler of `batch_rebalance` the run's seed and the epoch.
 
-    The Trainer would always give it seed 42, and does not reach it when a run of several processes continues.
+    The Trainer always gives it seed 42, and does not reach it when a run of several processes is resumed.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader, **kwargs):
         sampler = train_dataloader.batch_sampler
-        sampler = getattr(sampler, "batch_sampler", sampler)  # with several processes accelerate wraps it
+        sampler = getattr(sampler, "batch_sampler", sampler)  # accelerate wraps it if there are several processes
         sampler.seed = args.seed if args.data_seed is None else args.data_seed
         sampler.set_epoch(int(state.epoch or 0))
 
 
 class SPAGTrainer(Trainer):
-    """What the methods share: forward pass, reference, row counts, metrics, complete checkpoints.
+    """What the methods share: forward pass, reference, row counts, metrics, checkpoints.
 
-    A method is a subclass, named in TRAIN_METHODS. It defines `method_loss`, the flags that are the coefficients of
-    its loss, and what it reads; parser, checks, --help, recorded settings and model card follow from these. Its
-    docstring is its help.
+    A method is a subclass listed in TRAIN_METHODS. It defines `method_loss` and the class attributes below, from which
+    parser, checks, --help, recorded settings and model card follow. Its docstring is its help text.
 
-    The frozen reference model is not loaded if no row is compared with it, if a run that continues has stored its
-    numbers (and has no rows of evaluation), or if the policy can serve as the reference: with its adapters off, or
-    before its first step if both are the same checkpoint.
+    No separate reference model is loaded if no row needs one, if a resumed run has stored its log-probabilities (and
+    has no evaluation rows), or if the policy can serve as the reference: with its adapters off, or before the first
+    step if both are the same checkpoint.
     """
 
-    flags: ClassVar[dict[str, dataclasses.Field]] = {}  # the coefficients of its loss
-    averages_rows = True  # of a micro-batch or a step; False: the loss is a mean over the tokens of a step
+    flags: ClassVar[dict[str, dataclasses.Field]] = {}  # coefficients of the loss
+    averages_rows = True  # the loss is a mean over rows of a micro-batch or step; False: over a step's tokens
     compared_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of rows for which the loss gets `ref_logprobs`
     scores_tokens = False  # True: `logprobs` has a number for each scored token instead of each row's mean
-    reads_weights = True  # False: rows of weight 0 are left out, and all others count as 1
+    reads_weights = True  # False: rows of weight 0 are dropped, and all others have weight 1
     learns_from_games = False  # the loss gets rewards, so there must be rows of games
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The flags that this method uses and others refuse, with their defaults."""
+        """The flags that this method uses and others may refuse, with their defaults."""
         defaults: dict[str, Any] = {REFERENCE_NAME: None} if cls.compared_kinds else {}
         defaults |= {"loss_normalization": MICRO_BATCH} if cls.averages_rows else {}
         defaults |= {"allow_no_game_rows": False} if cls.learns_from_games else {}
@@ -324,17 +323,17 @@ class SPAGTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # else the loss would not be divided by the accumulation steps
         self.metrics = MetricSums()
         self.last_batch = time.perf_counter()
-        # Micro-batches whose loss was NaN or infinite. `check_finite` reads it where a step is logged, a checkpoint
-        # written or the training ended, and not at each micro-batch: reading makes a GPU wait.
+        # Micro-batches whose loss was NaN or infinite. Read only when a step is logged, a checkpoint written or
+        # training ends, because reading synchronizes the GPU.
         self.not_finite = torch.zeros((), device=args.device)
         self.add_callback(BeforeFirstStep(self.before_first_step))
         if args.train_sampling_strategy == "batch_rebalance":
             self.add_callback(RebalancedEpochs())
 
     def before_first_step(self) -> None:
-        """Check what would be wrong only at the end, and compute the reference's numbers.
+        """Check what would otherwise fail only at the end, and compute the reference's log-probabilities.
 
-        The reference is frozen, so each number is computed once, and no second model takes memory in training.
+        The reference is frozen, so each is computed once, and no second model takes memory in training.
         """
         self.check_learning_rate()
         self.check_saving()
@@ -344,16 +343,16 @@ class SPAGTrainer(Trainer):
         self.last_batch = time.perf_counter()
 
     def check_learning_rate(self) -> None:
-        """Raise UserError if the only step is one of warm-up, whose learning rate is 0: the model would not change."""
+        """UserError if the only step is a warm-up step, whose learning rate of 0 would not change the model."""
         only_step = self.state.max_steps == 1 and not self.state.global_step
         if only_step and self.args.learning_rate > 0 and not self._get_learning_rate():
             raise UserError(
-                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows make one step, and warm-up "
-                "takes it; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
+                f"the learning rate is 0 at every step: {len(self.train_dataset)} rows make a single step, which is "
+                "warm-up; use more rows, a smaller --gradient_accumulation_steps, or --warmup_steps 0"
             )
 
     def check_saving(self) -> None:
-        """Save the model's configuration to a scratch folder: an error of transformers shows now, not at the end."""
+        """Save the model's configuration to a scratch folder, so that an error shows now and not at the end."""
         with tempfile.TemporaryDirectory() as folder:
             self.module.config.save_pretrained(folder)
             if self.module.can_generate():
@@ -372,9 +371,9 @@ class SPAGTrainer(Trainer):
         return self.score(label_logits(model, module, batch, pads_left=self.data_collator.pad_left), batch)
 
     def method_loss(self, batch: dict[str, Tensor], denominators: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics. `batch` holds the tensors of the collator and of `score`.
+        """Loss and metrics of a micro-batch. `batch` has the tensors of the collator and of `score`.
 
-        `denominators` are `loss_denominators` of this batch, or of a step: their mean over its micro-batches.
+        `denominators` are the batch's `loss_denominators`, or their mean over the micro-batches of a step.
         """
         raise NotImplementedError
 
@@ -389,7 +388,7 @@ class SPAGTrainer(Trainer):
         return loss
 
     def speed(self, batch: dict[str, Tensor]) -> Metrics:
-        """Tokens of all ranks per second since the last micro-batch, evaluations and checkpoints included."""
+        """Tokens per second over all ranks since the last micro-batch, including evaluations and checkpoints."""
         now = time.perf_counter()
         seconds = (now - self.last_batch) / self.accelerator.num_processes
         self.last_batch = now
@@ -405,7 +404,7 @@ class SPAGTrainer(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of a step and, unless each is normalized by itself, its denominators over all ranks."""
+        """A step's micro-batches and, unless each is normalized by itself, the step's denominators over all ranks."""
         if self.state.global_step >= self.state.max_steps:  # resumed at the end; the Trainer would do one more step
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -426,12 +425,11 @@ class SPAGTrainer(Trainer):
     def add_table(
         self, name: str, compute: Callable[[Dataset], dict[int, np.ndarray]], *, by_token: bool = False
     ) -> None:
-        """Give batches a tensor of this name: what `compute` returns for each row, by its `index`.
+        """Add a tensor of this name to batches, from what `compute` returns for rows by `index`.
 
-        That is one number a row, or with `by_token` one for each scored token, so the tensors are (batch,) or (scored
-        tokens,). A run that continues reads the numbers of the training rows from OUTPUT_DIR/NAME.npy. They belong to
-        the rows and models of this start, because a start with others is refused. One without a complete checkpoint
-        computes them anew.
+        It has one value per row, (batch,), or with `by_token` one per scored token, (scored tokens,). A run resumed
+        from a checkpoint reads the training rows' values from OUTPUT_DIR/NAME.npy, which are valid because a start
+        with other rows or models is refused.
         """
         path = Path(self.args.output_dir, f"{name}.npy")
         training = column(self.train_dataset, "index").tolist()
@@ -449,12 +447,11 @@ class SPAGTrainer(Trainer):
         self.data_collator.tables[name] = table
 
     def compute_reference(self, rows: Dataset) -> dict[int, np.ndarray]:
-        """`logprobs` of the rows under the reference; 0 for those that the loss does not compare with it.
+        """`logprobs` of the rows under the reference; 0 for rows whose loss does not need them.
 
-        The rows, longest first, are cut into chunks of one batch for each rank: batches then have little padding, and
-        the first one shows whether memory is enough. If it is not, give a smaller --per_device_eval_batch_size, which
-        does not change these numbers. Repeated rows fill up the last chunk, since all ranks must call the model
-        equally often.
+        Rows are batched longest first, so that batches have little padding and the first one shows whether memory
+        suffices (--per_device_eval_batch_size does not change the values). Repeated rows fill the last batches,
+        because all ranks must call the model equally often.
         """
         compared = np.flatnonzero(np.isin(column(rows, "kind"), self.compared_kinds))
         compared = compared[np.argsort(-column(rows, "length")[compared], kind="stable")]
@@ -470,7 +467,7 @@ class SPAGTrainer(Trainer):
     def _reference_pass(
         self, rows: Dataset, compared: np.ndarray, sizes: np.ndarray, model: nn.Module, module: PreTrainedModel
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield this rank's part of the compared rows with their numbers."""
+        """Yield this rank's share of the compared rows with their values."""
         batch_size = self.args.eval_batch_size
         ranks = self.accelerator.num_processes
         steps = math.ceil(len(compared) / (batch_size * ranks))
@@ -487,8 +484,8 @@ class SPAGTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-        """Yield the reference in eval mode, without random dropout: the model to call, and the causal LM inside it."""
-        self.model.eval()  # until the first step
+        """Yield the reference in eval mode: the model to call, and the causal LM inside it."""
+        self.model.eval()  # the first step switches back
         policy = self.args.run_settings["model_name_or_path"]
         reference = self.args.run_settings["ref_model_name_or_path"]
         if self.args.lora_rank:
@@ -500,12 +497,12 @@ class SPAGTrainer(Trainer):
             model = self._load_reference_model()
             module = getattr(model, "module", model)
             yield model, module
-            if is_deepspeed_zero3_enabled():  # DeepSpeed never lets go of a model, so free its weights
+            if is_deepspeed_zero3_enabled():  # DeepSpeed keeps the model alive, so free its weights
                 for weights in module.parameters():
                     weights.ds_tensor.data = weights.ds_tensor.data.new_empty(0)
 
     def _load_reference_model(self) -> nn.Module:
-        """Load the frozen reference in eval mode on the device; under ZeRO-3 a DeepSpeed engine partitions it."""
+        """Load the frozen reference in eval mode on the device, partitioned by a DeepSpeed engine under ZeRO-3."""
         model = load_for_training(self.args.ref_model_name_or_path, **self.args.loading).requires_grad_(False).eval()
         if not is_deepspeed_zero3_enabled():
             return model.to(self.args.device)
@@ -530,7 +527,7 @@ class SPAGTrainer(Trainer):
         self.args.save_total_limit = None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # ranks write into one folder
+        self.accelerator.wait_for_everyone()  # ranks write to the same folder
         if self.args.should_save:
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
             make_weights_readable(checkpoint)
@@ -539,17 +536,17 @@ class SPAGTrainer(Trainer):
                 delete_checkpoint(old)
 
     def check_finite(self) -> None:
-        """Raise UserError if the loss of any micro-batch was NaN or infinite. All ranks must call this.
+        """UserError if any micro-batch's loss was NaN or infinite. All ranks must call this.
 
-        Neither a checkpoint nor a model is written after such a loss; earlier checkpoints stay.
+        Then neither a checkpoint nor a model is written; earlier checkpoints stay.
         """
         if self.accelerator.reduce(self.not_finite).item():
             step = self.state.global_step
             raise UserError(f"the loss was NaN or infinite at or before step {step}; no model is saved")
 
     def check_weights(self) -> None:
-        """Raise UserError if a weight is NaN or infinite, as the last step may leave it. All ranks must call this."""
-        parts = (getattr(weights, "ds_tensor", weights) for weights in self.model.parameters())  # ZeRO-3: this rank's
+        """UserError if a weight is NaN or infinite, for example after the last step. All ranks must call this."""
+        parts = (getattr(weights, "ds_tensor", weights) for weights in self.model.parameters())  # ds_tensor: ZeRO-3
         bad = any(not part.isfinite().all() for part in parts)
         if self.accelerator.reduce(torch.tensor(float(bad), device=self.args.device)).item():
             raise UserError(f"weights are NaN or infinite after step {self.state.global_step}; no model is saved")
@@ -581,11 +578,10 @@ class SPAGTrainer(Trainer):
         )
 
     def log(self, logs, start_time=None):
-        """Log these numbers and, beside a loss, our metrics since the last log.
+        """Log these values and, if they include a loss, our metrics since the last log. All ranks get the same values.
 
-        The Trainer gives `loss`, a mean over these steps, their micro-batches and all ranks, and of the last step
-        `learning_rate` and `grad_norm`, before clipping. The program prints each log at once. All stand in
-        trainer_state.json, in each checkpoint and, after training, in OUTPUT_DIR. All ranks get the same numbers.
+        The Trainer provides `loss`, a mean over these steps, their micro-batches and all ranks, and the last step's
+        `learning_rate` and `grad_norm` (before clipping). Logs are stored in trainer_state.json.
         """
         if "loss" in logs:
             self.check_finite()
@@ -593,7 +589,7 @@ class SPAGTrainer(Trainer):
         super().log(logs, start_time)
 
 
-KL_HELP = "beta: weight of the KL to the reference model."
+KL_HELP = "beta: coefficient of the KL to the reference model."
 # The defaults of beta, alpha and epsilon below are the paper's.
 
 
@@ -628,9 +624,9 @@ class OfflinePOTrainer(SPAGTrainer):
 
     flags: ClassVar = {
         "lm_kl_coeff": flag(KL_HELP, default=0.2),
-        "lm_sft_coeff": flag("alpha: weight of the SFT rows' loss beside the game rows'.", default=0.5),
-        "clip_range": flag("epsilon: the importance ratio is clipped to 1 - epsilon .. 1 + epsilon.", default=0.2),
-        "detach_kl": flag("Keep the gradient out of the KL inside the advantage.", default=False),
+        "lm_sft_coeff": flag("alpha: coefficient of the SFT rows' loss.", default=0.5),
+        "clip_range": flag("epsilon: the importance ratio is clipped to [1 - epsilon, 1 + epsilon].", default=0.2),
+        "detach_kl": flag("Stop the gradient through the KL inside the advantage.", default=False),
     }
     compared_kinds = (GAME,)
     learns_from_games = True

@@ -1,4 +1,4 @@
-"""Names for scripts beside this project. Nothing of the project imports this file."""
+"""Names for scripts outside this project, which itself does not import this file."""
 
 from tools.common.files import read_json_or_jsonl, read_words
 from tools.common.models import model_setting

@@ -256,8 +256,8 @@ SAID = {role: {"role": role, "content": f"A text of the {role}."} for role in GA
 @pytest.mark.parametrize(
     "roles, complaint",
     [
-        (["defender", "attacker", "defender"], "message 0: the defender speaks, where it is the attacker's turn"),
-        (["attacker", "attacker", "defender"], "message 1: the attacker speaks, where it is the defender's turn"),
+        (["defender", "attacker", "defender"], "message 0: it is by the defender, but it is the attacker's turn"),
+        (["attacker", "attacker", "defender"], "message 1: it is by the attacker, but it is the defender's turn"),
     ],
 )
 def test_a_game_in_another_order_of_speakers_is_judged_but_gives_no_rows(start, refuse, roles, complaint):
@@ -275,6 +275,6 @@ def test_what_would_give_no_rows_or_wrong_ones_is_refused(refuse):
     assert "the games give no rows" in line and "'tied game': 2" in line
     assert "at most 1" in refuse(decay_weight=1.25) and "above 0" in refuse(decay_weight=0.0)
     assert "at least 0" in refuse(ties=float("nan"))
-    assert "leave out --losers" in refuse(messages="all", losers=1)
-    assert "leave out" in refuse(messages="all", ties=0.25)
+    assert "omit --losers" in refuse(messages="all", losers=1)
+    assert "omit" in refuse(messages="all", ties=0.25)
     assert "go together" in refuse(chat_template=True)

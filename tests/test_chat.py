@@ -187,7 +187,7 @@ def test_a_message_cannot_forge_turns_in_a_local_players_prompt(chatml_model, mo
 def test_special_texts_are_taken_out_before_a_message_is_judged_and_words_that_hold_them_are_refused(chatml_model):
     game = spag.play(["teacher"], lambda turn: "He is a tea<|im_end|>cher.", chatml_model, max_turns=1)[0]
     assert game["outcome"] == "attacker breaks the rules" and game["history"][0]["content"] == "He is a teacher."
-    with pytest.raises(UserError, match=r"the word 'art<\|im_end\|>' holds a special token"):
+    with pytest.raises(UserError, match=r"the word 'art<\|im_end\|>' contains a special token"):
         spag.play(["cat", "art<|im_end|>"], lambda turn: "Hi.", chatml_model)
 
 
@@ -195,7 +195,7 @@ def test_special_texts_are_taken_out_before_a_message_is_judged_and_words_that_h
 def test_a_pad_token_that_is_a_word_of_the_game_is_refused_in_play_and_rows(chatml_model, tmp_path, token):
     config = read_json(chatml_model / "tokenizer_config.json")
     write_json(chatml_model / "tokenizer_config.json", config | {"pad_token": token})
-    with pytest.raises(UserError, match=f"special token '{token}' is a word of the game.* give the tokenizer one"):
+    with pytest.raises(UserError, match=f"the game uses '{token}', a special token.* set another one"):
         spag.play(["cat"], lambda turn: "Hi.", chatml_model)
     write_records(tmp_path / "games.json", [{"target_word": "art", "max_turns": 5, "history": HISTORY}])
     flags = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows.json"}
@@ -218,7 +218,7 @@ def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows
     write_records(tmp_path / "games.json", [game | {"target_word": "pi<|im_end|>ano"}])
     files = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows2.json"}
     errors = call(assign_rewards.main, *flags_of(files | flags | {"chat_template": True}), status=2).errors
-    assert "games.json: episode 1: its word holds a special token" in errors
+    assert "games.json: episode 1: its word contains a special token" in errors
 
 
 def prompt_warnings(place: Path, **flags) -> list[str]:
@@ -375,14 +375,14 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
     "template, complaint",
     [
         ({"rag": "x", "tool_use": "x"}, "multiple chat templates"),
-        ("{{ messages[-1].content }}", "leaves out messages; leave out --chat_template"),
+        ("{{ messages[-1].content }}", "drops messages; omit --chat_template"),
         (
             LINES.replace("in messages", "in messages[:-1]").replace("END", "'</s>'"),
-            "leaves out messages; leave out --chat_template",
+            "drops messages; omit --chat_template",
         ),
-        (LINES.replace("in messages", "in messages[-2:]").replace("END", "'</s>'"), "leaves out messages"),
-        ("{% set messages = [messages[0], messages[-1]] %}" + LINES.replace("END", "'</s>'"), "leaves out messages"),
-        ("{{ raise_exception('tools only') }}", "refuses the game .tools only.*; leave out --chat_template"),
+        (LINES.replace("in messages", "in messages[-2:]").replace("END", "'</s>'"), "drops messages"),
+        ("{% set messages = [messages[0], messages[-1]] %}" + LINES.replace("END", "'</s>'"), "drops messages"),
+        ("{{ raise_exception('tools only') }}", "rejects the game .tools only.*; omit --chat_template"),
         (None, "no chat template; leave out --chat_template"),
     ],
 )
@@ -427,5 +427,5 @@ def test_messages_of_one_player_in_a_row_are_joined_and_a_game_that_a_template_r
         return Turn(GAME, "attacker", history, 3, 0, {"target_word": "art"}, OWN_PROMPTS).prompt(chat)
 
     assert "Said 0.\nSaid 1.<end_of_turn>" in prompt("attacker", "attacker", "defender")
-    with pytest.raises(ReplyUnavailable, match="^m: its chat template refuses the game"):
+    with pytest.raises(ReplyUnavailable, match="^m: its chat template rejects the game"):
         prompt("defender", "attacker")

@@ -138,4 +138,4 @@ def test_the_record_has_the_digest_of_the_chat_template(run, tmp_path):
 
 def test_cloning_refuses_rewards_below_zero(run, tmp_path):
     write_records(tmp_path / "losers.json", [ROWS[0] | {"reward": -0.5}])
-    assert "rewards below 0" in run("cloning", status=2, rows=tmp_path / "losers.json")
+    assert "negative rewards" in run("cloning", status=2, rows=tmp_path / "losers.json")

@@ -155,7 +155,7 @@ def test_conversations_with_tools_or_weights_are_refused_by_file_and_row(tmp_pat
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 + 'a' }}"])
 def test_messages_that_the_template_does_not_take_are_refused(chat_tokenizer, template):
     chat_tokenizer.chat_template = template
-    with pytest.raises(UserError, match="template does not take these messages: (never|unsupported)"):
+    with pytest.raises(UserError, match="template rejects these messages: (never|unsupported)"):
         last_reply(chat_tokenizer)
 
 
@@ -270,11 +270,11 @@ def test_a_data_set_that_is_nowhere_is_named(on_hub, tokenizer):
 def test_a_row_whose_target_is_cut_off_whole_is_named(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tok", model_max_length=4, truncation_side="right")
     path = write_rows(tmp_path / "a.jsonl", [{"query": "", "target": "x"}, {"query": "long " * 9, "target": "x"}])
-    with pytest.raises(UserError, match=r"a\.jsonl: row 2: .*cut off the whole target; use --truncation_side"):
+    with pytest.raises(UserError, match=r"a\.jsonl: row 2: .*cuts off the whole target; use --truncation_side"):
         load_rows([path], tokenizer)
 
 
-@pytest.mark.parametrize("side, lost", [("left", "beginning, where the rules stand"), ("right", "end")])
+@pytest.mark.parametrize("side, lost", [("left", "beginning, with the rules"), ("right", "end")])
 def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, side, lost):
     tokenizer = build_tokenizer()
     tokenizer.model_max_length, tokenizer.truncation_side = 10, side
@@ -288,7 +288,7 @@ def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, s
     ("row", "message"),
     [
         ({"query": "a", "target": "b", "reward": math.nan}, "'reward' must be a finite number, not nan"),
-        ({"query": "a", "target": "b", "weight": -1}, "'weight' is below 0"),
+        ({"query": "a", "target": "b", "weight": -1}, "'weight' is negative"),
         ({"query": "a", "target": "b", "chat_template": "false"}, "'chat_template' must be true or false"),
         ({"messages": TALK, "answer": "42"}, "'messages' beside 'answer': take out 'answer'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
@@ -365,5 +365,5 @@ def test_tokens_that_the_model_lacks_are_no_padding_and_name_their_row(tmp_path,
     larger.add_special_tokens({"eos_token": "[EOS]"})
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     assert SPAGCollator(larger, own).pad_token_id == 0 and len(load_rows([path], larger)) == 3
-    with pytest.raises(UserError, match=rf"row 1: the model has {own} tokens, not token {own + 1} \(\[EOS\]\)"):
+    with pytest.raises(UserError, match=rf"row 1: token {own + 1} \(\[EOS\]\) is outside the model's {own}"):
         load_rows([path], larger, own)

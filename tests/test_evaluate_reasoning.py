@@ -169,7 +169,7 @@ def test_instruct_models_are_asked_in_their_chat_template_and_the_results_say_so
     assert "chat_template: False then, True now" in refused.errors
     shutil.rmtree(tmp_path / "out")
     inside, calls = evaluate(chat_template=True)
-    assert len(calls) == 4 and "in the chat template of each model" in inside.output
+    assert len(calls) == 4 and "in each model's chat template" in inside.output
     assert "--apply_chat_template" in (tmp_path / "out/base/piqa.log").read_text()
     assert json.loads((tmp_path / "out/results.json").read_text())["settings"]["chat_template"] is True
 

@@ -100,7 +100,7 @@ def test_an_episode_never_causes_an_import(tmp_path, monkeypatch):
     (tmp_path / "trap.py").write_text("raise AssertionError('imported')")
     monkeypatch.chdir(tmp_path)
     episode = {"history": [], "target_word": "apple", "max_turns": 3, "game": "trap:Game"}
-    with pytest.raises(ValueError, match="a game of 'trap:Game', not of 'taboo'; pass --game"):
+    with pytest.raises(ValueError, match="an episode of 'trap:Game', not of 'taboo'; set --game"):
         load_game().check_episode(episode)
     assert "trap" not in sys.modules
 

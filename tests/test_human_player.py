@@ -126,7 +126,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     screen.read_until("--- attacker breaks the rules; ")
     screen.read_until("you, attacker> ")
     screen.type("\x04")
-    screen.read_until("You have left.")
+    screen.read_until("You left.")
     rest = screen.read_all(status=3)  # games are missing
     assert "Traceback" not in rest and "violin" not in rest  # words to come are not told
     again = terminal(flags("attacker"))
@@ -134,7 +134,7 @@ def test_a_person_attacks_and_leaves_by_ctrl_d_or_ctrl_c_and_the_same_command_go
     again.type("half a mess")
     again.read_until("half a mess")
     again.interrupt()  # acts at once, in the middle of a line
-    assert "Traceback" not in again.read_until("You have left.") + again.read_all(status=130)
+    assert "Traceback" not in again.read_until("You left.") + again.read_all(status=130)
     assert len(read_json_or_jsonl(tmp_path / "out" / f"{STEM}_rank0.jsonl")) == 1
 
 

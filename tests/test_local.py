@@ -178,7 +178,7 @@ def test_neither_pickled_weights_nor_code_of_a_model_folder_are_run(tiny_model, 
         load(pickled)
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     code = copy_model(tiny_model, tmp_path / "code", model_type="own", auto_map=own)
-    with pytest.raises(UserError, match="code: has code of its own; --trust_remote_code True"):
+    with pytest.raises(UserError, match="code: comes with its own code; --trust_remote_code True"):
         load(code)
 
 
@@ -186,7 +186,7 @@ def test_an_adapter_beside_a_whole_model_is_refused_in_play_and_in_training(tiny
     """Transformers would add it to weights that hold it already, where peft is installed."""
     folder = copy_model(tiny_model, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter_config.json .* take it out .* merged/"):
+    with pytest.raises(UserError, match="adapter_config.json .* delete it .* merged/"):
         make_players(str(folder), "human")
     rows = write_rows(tmp_path / "rows.jsonl", [{"query": "q", "target": "t"}])
     assert "adapter_config.json" in refused_training(folder, tmp_path, train_data_path=rows)
@@ -219,7 +219,7 @@ def test_a_token_that_the_model_lacks_ends_play(tiny_model):
     model = load(tiny_model)
     model.codec.tokenizer.add_tokens("<|x|>")
     assert generate(model, ["x"])
-    with pytest.raises(UserError, match=r"the model has 260 tokens, not token 260 \(<\|x\|>\)"):
+    with pytest.raises(UserError, match=r"token 260 \(<\|x\|>\) is outside the model's 260"):
         generate(model, ["x<|x|>"])
 
 

@@ -336,7 +336,7 @@ def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     counts = read_json(tmp_path / f"{STEM}_summary.json")
     assert counts["games"] == len(WORDS) == sum(counts["outcomes"].values())
     (line,) = [line for line in printed.splitlines() if line.startswith(summary_line(counts))]
-    assert float(line.removesuffix(" new tokens a second").split()[-1].replace(",", "")) > 0
+    assert float(line.removesuffix(" new tokens per second").split()[-1].replace(",", "")) > 0
     assert "---" in printed  # a game to look at
     settings = read_json(tmp_path / f"{STEM}_settings.json")["settings"]
     assert (settings["temperature"], settings["top_k"], settings["dtype"]) == (1.2, 50, "bfloat16")
@@ -353,7 +353,7 @@ def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path
 
     monkeypatch.setattr(play, "make_players", lambda *args, **options: (dict.fromkeys(GAME.roles, Unreliable()), 2))
     errors = run(max_games=6, status=3).errors
-    assert "word1: left unfinished: no answer" in errors and "2 games are missing; the same command plays" in errors
+    assert "word1: left unfinished: no answer" in errors and "2 games are missing; rerun the same command" in errors
     assert not (tmp_path / f"{STEM}_results.json").exists()
     Unreliable.lost = set()
     assert "continues: 4 of 6 games" in run(max_games=6).errors

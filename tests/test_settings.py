@@ -217,7 +217,7 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("play.tensor_parallel_size=2", "must be a multiple of play.tensor_parallel_size, 2"),
         *((word, f"[{word.replace('.', '] ').partition('=')[0]}: ") for word in ("training.lm_kl_coeff=o.2",)),
         ("training.learning_rate=1e", "[training] learning_rate: invalid float value: '1e'"),
-        ("training.num_train_epochs=0", "[training] no step would be made"),
+        ("training.num_train_epochs=0", "[training] there would be no steps"),
         ("training.label_smoothing_factor=0.1", "[training] --label_smoothing_factor is not used"),
         ("training.seed=1", "training.seed: the loop sets this flag"),
         ("play.temperature=0", "[play] temperature is 0.0; it must be above 0"),
@@ -356,12 +356,14 @@ def test_a_pad_token_that_is_a_word_of_the_game_is_refused_at_the_start(start, t
     model = copy_model(tiny_model, tmp_path / "model")
     config = read_json(model / "tokenizer_config.json")
     write_json(model / "tokenizer_config.json", config | {"pad_token": "!"})
-    assert "special token '!' is a word of the game" in start(status=2, model=model)
+    assert "the game uses '!', a special token" in start(status=2, model=model)
 
 
 def test_unusable_gpus_and_messages_without_a_template_are_refused(start, tiny_model, tmp_path, monkeypatch):
     write_json(tmp_path / "sft.json", [{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}])
-    assert "which the tokenizer" in start(status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"})
+    assert "need a chat template" in start(
+        status=2, model=tiny_model, **{"rewards.sft_data_path": tmp_path / "sft.json"}
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver counts them, even one that is too old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "PyTorch cannot use the GPUs" in start("processes=auto", status=2)
@@ -417,7 +419,7 @@ def test_memory_is_that_of_adapters_if_each_training_that_runs_has_them(gpus, la
 def test_more_processes_than_gpus_and_a_match_that_does_not_fit_are_refused(start, gpus, large_model, tmp_path):
     changes = {"model": large_model, "match.words": tmp_path / "words.txt", "processes": 4, "precision": "bf16"}
     gpus(2, 80)
-    assert "4 processes on this machine need 4 GPUs; it has 2" in start(**changes, status=2)
+    assert "4 processes on this machine need 4 GPUs, but it has 2" in start(**changes, status=2)
     gpus(4, 27)  # two models of 12.5 GiB, and 24.3 GiB for them
     assert "match.words= skips" in start(**changes, status=2)
     start("match.words=", **changes)

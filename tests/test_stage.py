@@ -80,7 +80,7 @@ def test_a_setting_that_a_record_lacks_counts_as_its_default(tmp_path):
 def test_one_launch_works_at_a_time_and_after_a_kill_the_same_command_continues(tmp_path):
     first = begin(tmp_path, 1, "hold")
     assert first.stdout.readline() == "todo 0\n"
-    with pytest.raises(UserError, match="another launch is at work here"):
+    with pytest.raises(UserError, match="another launch is running here"):
         work(tmp_path)
     first.kill()
     first.communicate()
@@ -122,7 +122,7 @@ def test_a_note_is_in_the_record_at_once_and_the_next_start_of_the_same_work_fin
 @pytest.mark.parametrize("error", [OSError(errno.ENOTSUP, "no"), OSError(errno.EROFS, "no"), NotImplementedError()])
 def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, caplog, error):
     monkeypatch.setattr(FileLock, "acquire", lambda self: (_ for _ in ()).throw(error))
-    assert work(tmp_path) and "run one launch at a time" in caplog.text
+    assert work(tmp_path) and "run only one launch here" in caplog.text
 
 
 @pytest.mark.parametrize(

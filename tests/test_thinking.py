@@ -117,7 +117,7 @@ def test_enable_thinking_follows_the_flag_and_without_it_a_template_that_opens_a
             for thinking in (True, False)
         ]
         assert ["</think>" in prompt for prompt in prompts] == [False, True]
-    with pytest.raises(UserError, match="begins replies with <think>; leave out --chat_template"):
+    with pytest.raises(UserError, match="begins replies with <think>; omit --chat_template"):
         ChatTemplate(thinking_tokenizer(OPENED), "m")
 
 

@@ -45,7 +45,7 @@ def test_records_are_read_as_they_were_written(tmp_path, name):
         ('{"a": 1}\nnot json\n{"a": 1}\n', ":2: not JSON"),
         ('[\n{"a": 1},\n{"b"', ": not JSON .*line 3"),
         ("", ": the file is empty"),
-        ("[]".encode("utf-16"), ": not a text in UTF-8"),
+        ("[]".encode("utf-16"), ": not UTF-8 text"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, text, message):
@@ -174,7 +174,7 @@ def test_ctrl_c_is_one_line_that_says_what_the_same_command_does():
         raise KeyboardInterrupt
 
     called = call(interrupted, status=130)
-    assert called.errors.splitlines()[-1] == "test_utils: stopped; nothing is half done; the same command begins again"
+    assert called.errors.splitlines()[-1] == "test_utils: stopped; nothing is half done; rerun the same command"
 
 
 def test_output_that_cannot_be_encoded_is_replaced():

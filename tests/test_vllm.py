@@ -161,7 +161,7 @@ def test_each_process_has_its_own_gpus(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-7,3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     vllm.claim_gpus.cache_clear()
-    with pytest.raises(UserError, match="3 processes .* 6 GPUs; it has 3"):
+    with pytest.raises(UserError, match="3 processes .* 6 GPUs, but it has 3"):
         vllm.claim_gpus(2)
 
 

@@ -3,8 +3,8 @@
     python -m tools.assign_rewards --input_data_path data/episodes.json --output_data_path data/train_self_play.json \\
         --sft_data_path data/alpaca_train.json --decay_weight 0.8
 
-Without --sft_data_path it makes the rows of imitation from a stronger model's games. Settings and counts go to
-OUTPUT_rewards_settings.json. data/README.md has the formats of all files.
+Without --sft_data_path it makes imitation rows from a stronger model's games. Settings and counts are written to
+OUTPUT_rewards_settings.json. data/README.md describes the formats of all files.
 """
 
 import logging
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 @dataclass(kw_only=True)
 class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     input_data_path: list[str] = flag("files of episodes, JSON or JSONL, read in this order")
-    output_data_path: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz", compared=False)
+    output_data_path: str = flag("file of rows to write: .json, .jsonl, .json.gz or .jsonl.gz", compared=False)
     sft_data_path: str | None = flag(
-        "file of SFT examples (also Parquet or .jsonl.gz), or OWNER/NAME of the hub; their rows are appended",
+        "SFT examples to append: a file (also Parquet or .jsonl.gz), or OWNER/NAME on the hub",
         default=None,
     )
-    seed: int = flag("seed of all that is drawn, such as training prompts", default=0)
+    seed: int = flag("random seed, such as of training prompts", default=0)
     training_prompt: str = flag(
         "prompts of rows: drawn at random, or as in play", default=RANDOM, choices=(RANDOM, PLAY)
     )
@@ -47,10 +47,10 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
     def __post_init__(self):
         super().__post_init__()
         if self.thinking and self.training_prompt != PLAY:
-            raise UserError("--thinking True needs --training_prompt play, the prompts that the thoughts answer")
+            raise UserError("--thinking True needs --training_prompt play, because thoughts belong to play's prompts")
 
     def row_settings(self, game: Game, chat) -> dict:
-        """All that the rows depend on: the flags, files by their content, the chat template by its text."""
+        """Everything that the rows depend on: flags, the content of files, the text of the chat template."""
         files = {"input_data_path": files_setting(*self.input_data_path)}
         if self.sft_data_path:
             files["sft_data_path"] = rows_setting(self.sft_data_path)
@@ -58,21 +58,21 @@ class Flags(GameFlags, rows.ChatFlags, rewards.RewardFlags):
 
 
 def warn_of_other_play(flags: Flags, settings: Mapping) -> None:
-    """Warn of files of games that were played by other rules or prompts than those of the rows."""
+    """Warn if games were played with other rules or prompts than those of the rows."""
     phrases = []
     for path in flags.input_data_path:
         if different := differences_from_play(flags, settings, play_settings(path)):
             phrases.append(f"{path}: {', '.join(different)}")
     if phrases:
         logger.warning(
-            "rows differ from the play of their games; this is right for imitating other people's games, wrong for "
+            "rows differ from how their games were played: right for imitating other people's games, but wrong for "
             "self-play. %s",
             "; ".join(phrases),
         )
 
 
 def play_settings(path: str) -> dict:
-    """The settings with which the games of a file were played; {} if play's record does not stand beside it."""
+    """The settings that a file's games were played with; {} without play's record beside it."""
     run = run_of(path)
     record = run.with_name(f"{run.name}_settings.json") if run else None
     stored = read_json(record) if record and record.is_file() else None
@@ -81,7 +81,7 @@ def play_settings(path: str) -> dict:
 
 
 def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> list[str]:
-    """A phrase for each of game options, prompt file, chat template and thinking that differs from play."""
+    """A phrase for each difference from play in game options, prompt file, chat template and thinking."""
     phrases = []
     if "game" in play and play["game"]["options"] != settings["game"]["options"]:
         now, then = (options_text(each["game"]["options"]) for each in (settings, play))
@@ -98,7 +98,7 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
     if play and bool(had_template) != flags.chat_template:
         phrases.append(f"--chat_template {flags.chat_template} (played with {bool(had_template)})")
     elif flags.chat_template and play.get("chat_template"):
-        # A model of the hub, which has a commit, is in its cache since play.
+        # Models from the hub, which have a commit, are in its cache since play.
         models = {player["path"] for player in players if "commit" in player or Path(player["path"]).is_dir()}
         for model in sorted(models - {flags.tokenizer}):
             if flags.template_of(model, bool(play.get("thinking"))).sha256 != settings["chat_template"]:
@@ -111,13 +111,13 @@ def options_text(options: Mapping[str, str]) -> str:
 
 
 def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[rewards.Result]) -> None:
-    """One warning counts the games whose stored outcome is not the verdict, which alone counts in the rows."""
+    """Warn of games whose stored outcome differs from the verdict, which the rows follow."""
     pairs = ((episode.get("outcome"), result.outcome) for episode, result in zip(episodes, results, strict=True))
     changed = Counter((stored, judged) for stored, judged in pairs if stored not in (None, judged))
     if changed:
         logger.warning(
-            "%s of %s games are judged otherwise here than their stored outcome says (%s); the rows follow the new "
-            "verdict. Were they played with other --game_options, or is the judge another one?",
+            "%s of %s games are judged differently from their stored outcome (%s); the rows follow the new verdict. "
+            "Were they played with other --game_options or another judge?",
             f"{changed.total():,}",
             f"{len(results):,}",
             ", ".join(f"{stored} -> {judged}: {number:,}" for (stored, judged), number in changed.most_common()),
@@ -127,8 +127,8 @@ def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[reward
 def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewards.Result]]:
     """The episodes of all input files, and how they ended.
 
-    Of two games of a run of play with the same index the first counts: its rank files hold a game twice where a rank
-    outlived its launcher.
+    Of games of the same run and index the first counts, because rank files repeat a game if a rank outlived its
+    launcher.
     """
     episodes: list[Mapping] = []
     results: list[rewards.Result] = []
@@ -142,7 +142,7 @@ def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewa
         for episode, result in zip(records, rewards.judge_episodes(game, records, where, 1), strict=True):
             key = run, episode.get("index")
             if None not in key and key in seen:
-                logger.warning("%s: game %s is there a second time, and counts once", path, episode["index"])
+                logger.warning("%s: game %s occurs twice and is counted once", path, episode["index"])
                 continue
             seen.add(key)
             episodes.append(episode)
@@ -152,20 +152,20 @@ def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewa
 
 
 def without_special_texts(flags: Flags, game: Game, records: list[dict], chat, where: str) -> list[Mapping]:
-    """Episodes whose texts hold no special token, which would become that token in the rows.
+    """Episodes with special tokens removed from their texts, which would become those tokens in the rows.
 
-    Without a chat template this program knows no tokenizer; from games of our own, play has taken such texts out.
+    Play has already removed them from games of our own. Without a chat template the tokenizer is unknown here.
     """
     rewards.check_episodes(game, records, where, 1)
     special = special_texts(chat.tokenizer)
     for number, episode in enumerate(records, start=1):
         if without(special, episode["target_word"]) != episode["target_word"]:
-            raise UserError(f"{where} {number}: its word holds a special token of {flags.tokenizer}")
+            raise UserError(f"{where} {number}: its word contains a special token of {flags.tokenizer}")
     return [rows.episode_without(special, episode) for episode in records]
 
 
 def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[list[rows.Row], dict]:
-    """All rows, and what the record notes of the games: how they ended, and the weights of roles."""
+    """All rows, and notes for the record: how games ended, and the roles' weights."""
     if chat:
         check_special_texts(game, templates, special_texts(chat.tokenizer))
     episodes, results = read_games(flags, game, chat)
@@ -173,13 +173,13 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
     games = {"episodes": len(results)}
     games |= {outcome.name: outcomes[outcome.name] for outcome in game.outcomes}
     rng = random.Random(flags.seed)
-    # Prompts are drawn row by row, as in the release: more rows, as with --losers, change the prompts of later rows.
+    # Prompts are drawn row by row, as in the release, so additional rows (--losers) change the prompts of later rows.
     prompt = rows.prompt_fn(game, flags.training_prompt, rng=rng, templates=templates, chat=chat)
     made = rows.game_rows(game, episodes, results, flags, prompt, thinking=flags.thinking)
-    if not made:  # under the control cloning, training would not notice: it then takes SFT rows alone
+    if not made:  # with control=cloning, training would silently use only SFT rows
         raise UserError(
-            f"the games give no rows ({games}). Likely causes: a --max_length of play that cuts the rules, "
-            "a model that has not learned the rules by imitation, one that never ends a reply"
+            f"the games give no rows ({games}). Likely causes: a --max_length of play that truncates the rules, "
+            "a model that has not learned the rules by imitation, or one that never ends a reply"
         )
     if chat:
         made = [chat.row(row) for row in made]

@@ -1,11 +1,11 @@
-"""From a file of rows another one: the rows of a control, which trains on something else than SPAG, or drawn rows.
+"""Turn rows into the rows of a control, which trains on something else than SPAG, or draw rows.
 
-    python -m tools.controls sft --rows R --sft_data_path S --output O     SFT examples alone, as many rows as R has
+    python -m tools.controls sft --rows R --sft_data_path S --output O     SFT examples only, as many rows as R has
     python -m tools.controls silent --rows R --output O                    R, with weight 0 for rows of games
     python -m tools.controls cloning --rows R --output O                   R, with rows of games as SFT rows
     python -m tools.controls draw --rows R --number N --output O           N rows of R, of games or SFT
 
-The record is O's name with _rewards_settings.json.
+The record is O_rewards_settings.json.
 """
 
 import math
@@ -23,15 +23,15 @@ from tools.selfplay.rows import ChatFlags, count_rows, counts_line, is_sft, read
 
 
 def drawn(rows: Sequence[dict], number: int, rng: random.Random) -> list[dict]:
-    """`number` rows: all of them equally often, and a drawn part of them once more."""
+    """`number` rows: each equally often, and a random subset once more."""
     times, rest = divmod(number, len(rows))
     return [*rows] * times + rng.sample(rows, rest)
 
 
 def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = None) -> list[dict]:
-    """Turn rows of games into SFT rows: -reward * weight * l, without ratio, clip and KL.
+    """Turn rows of games into SFT rows with loss -reward * weight * l: no ratio, clip or KL.
 
-    OfflinePO adds a mean over game rows and one over SFT rows of a batch of `rows_at_once` rows (None: of all), and a
+    OfflinePO adds a mean over game rows and one over SFT rows of a batch of `rows_at_once` rows (None: all), and a
     batch without a kind lacks its term. Here all rows are in one mean, so the rows of a kind get its `batch_factor`.
     OfflinePO multiplies the mean over SFT rows by `sft_coeff`, so the weights of former game rows are divided by it.
     """
@@ -51,9 +51,9 @@ def cloned(rows: Sequence[dict], sft_coeff: float, rows_at_once: float | None = 
 
 
 def batch_factor(number: int, total: int, batch_size: float) -> float:
-    """The chance that a batch has a row of a kind, divided by that kind's share: `number` of `total` rows are of it.
+    """The probability that a batch has a row of a kind, divided by the kind's share p = number / total.
 
-    With the share p a batch of B rows has at least one of them with probability 1 - (1 - p)^B.
+    A batch of B rows has at least one of them with probability 1 - (1 - p)^B.
     """
     if not number:
         return 0.0
@@ -63,28 +63,28 @@ def batch_factor(number: int, total: int, batch_size: float) -> float:
 
 @dataclass(kw_only=True)
 class Control(FlagGroup):
-    """A way to make rows from rows. Those in CONTROLS are values of the loop's setting `control` too.
+    """A transformation of rows. Those in CONTROLS are also values of the loop's setting `control`.
 
-    Training runs with the settings of [training], as without a control, so that only rows differ.
+    Training has the same settings as without a control, so that only rows differ.
     """
 
-    # In the loop. True: the run plays games, and `rows` are of its winners. False: they are those of the run `like`.
+    # In the loop: True if the run plays games and `rows` are its winners'; False if they are those of the run `like`.
     plays_games: ClassVar[bool] = True
-    makes_game_rows: ClassVar[bool] = True  # False: training then needs --allow_no_game_rows
+    makes_game_rows: ClassVar[bool] = True  # False: training needs --allow_no_game_rows
 
-    rows: str = flag("file of rows, such as those that assign_rewards made")
-    output: str = flag("file of rows to write: .json, .jsonl, or one of these and .gz", compared=False)
+    rows: str = flag("file of rows, such as assign_rewards writes")
+    output: str = flag("file of rows to write: .json, .jsonl, .json.gz or .jsonl.gz", compared=False)
 
 
 @dataclass(kw_only=True)
 class Sft(ChatFlags, Control):
-    """SFT examples alone, repeated to as many rows as the file of rows has, so that training makes as many steps."""
+    """SFT examples only, repeated to as many rows as the file of rows has, so that training takes as many steps."""
 
     plays_games = False
     makes_game_rows = False
 
     sft_data_path: str = flag("file of SFT examples")
-    seed: int = flag("seed of the rows that are drawn", default=0)
+    seed: int = flag("seed of the draw", default=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
         examples = read_sft_rows(self.sft_data_path, self.load_chat_template())
@@ -93,41 +93,41 @@ class Sft(ChatFlags, Control):
 
 @dataclass(kw_only=True)
 class Silent(Control):
-    """The same rows, with weight 0 for rows of games, so that batches, steps and learning rates stay the same."""
+    """The same rows with weight 0 for rows of games, so that batches, steps and learning rates stay the same."""
 
     plays_games = False
 
     def make(self, rows: list[dict]) -> list[dict]:
-        # The weight is a factor of the whole term of a row, KL included, so rows of games give no gradient. SFT rows
-        # are averaged by themselves, as without a control.
+        # The weight multiplies a row's whole loss, including the KL, so rows of games give no gradient. SFT rows are
+        # averaged by themselves, as without a control.
         return [row if is_sft(row) else row | {"weight": 0.0} for row in rows]
 
 
 @dataclass(kw_only=True)
 class Cloning(Control):
-    """The same rows, with rows of games as SFT rows whose weight is reward * weight."""
+    """The same rows with rows of games as SFT rows, whose weight is reward * weight."""
 
     makes_game_rows = False
 
-    sft_coeff: float = flag("the weight of SFT rows in training (--lm_sft_coeff)", default=0.5, above=0)
+    sft_coeff: float = flag("--lm_sft_coeff of training", default=0.5, above=0)
     rows_at_once: int | None = flag("rows over which training averages a loss; unset: all", default=None, at_least=1)
 
     def make(self, rows: list[dict]) -> list[dict]:
         for number, row in enumerate(rows, start=1):
             if row.get("reward") is None and not is_sft(row):
-                raise UserError(f"{self.rows}: row {number}: no 'reward', which a row of a game has under OfflinePO")
-        # Such a row would be made less likely without limit, since nothing clips the loss of an SFT row.
+                raise UserError(f"{self.rows}: row {number}: no 'reward', which rows of games need")
+        # Nothing clips the loss of an SFT row, so its target would become less likely without limit.
         if any(row.get("reward", 0.0) < 0 for row in rows):
-            raise UserError(f"{self.rows} has rewards below 0, of losers or ties; cloning imitates winners only")
+            raise UserError(f"{self.rows} has negative rewards, of losers or ties; cloning imitates winners only")
         return cloned(rows, self.sft_coeff, self.rows_at_once)
 
 
 @dataclass(kw_only=True)
 class Draw(Control):
-    """Rows of the file, of any kind: a drawn part, or all of them repeated until there are so many."""
+    """A number of rows of the file, of any kind: a random subset, or all of them repeated."""
 
     number: int = flag("number of rows", at_least=0)
-    seed: int = flag("seed of the rows that are drawn", default=0)
+    seed: int = flag("seed of the draw", default=0)
 
     def make(self, rows: list[dict]) -> list[dict]:
         return drawn(rows, self.number, random.Random(self.seed))

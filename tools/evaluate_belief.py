@@ -1,10 +1,10 @@
-"""What hints tell a model: how likely it is to guess the secret before and after each hint of stored games.
+"""Measure what hints tell a model: how likely it is to guess the secret after each hint of stored games.
 
     python -m tools.evaluate_belief --models base=MODEL epoch3=MODEL --games data/imitation_games.jsonl \\
         --split held_out --output_dir outputs/belief
 
-Writes DIR/belief_messages.jsonl (a line for each model and message), DIR/belief.json (means by number of hints) and
-DIR/belief.txt (the means as a table). Values of log_share among different numbers of candidates do not compare.
+Writes DIR/belief_messages.jsonl (a line per model and message), DIR/belief.json (means by number of hints) and
+DIR/belief.txt (the means as a table). Values of log_share are comparable only among equal numbers of candidates.
 """
 
 import gc
@@ -38,13 +38,13 @@ LAST = "last"  # instead of a number of hints: after the last hint of each game
 class Flags(GameFlags, ModelFlags):
     models: list[NamedPath] = flag("models to compare", **NAMED_MODELS)
     games: str = flag("file of episodes")
-    split: str | None = flag("take only games whose 'split' is this; unset: all", default=None)
-    output_dir: str = flag("folder of the results", compared=False)
-    candidates: str | None = flag("file of candidates, one a line; unset: the secrets of all games", default=None)
-    most_candidates: int = flag("draw so many candidates of a longer list", default=200, at_least=2)
+    split: str | None = flag("use only games with this 'split'; unset: all", default=None)
+    output_dir: str = flag("folder for the results", compared=False)
+    candidates: str | None = flag("file of candidates, one per line; unset: the secrets of all games", default=None)
+    most_candidates: int = flag("draw this many candidates from a longer list", default=200, at_least=2)
     seed: int = flag("seed of the draw", default=0)
-    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False, shared=True)
-    max_length: int = flag("tokens of a prompt; longer ones lose their beginning", default=2048, at_least=1)
+    chat_template: bool = flag("write prompts in the tokenizers' chat templates", default=False, shared=True)
+    max_length: int = flag("most tokens of a prompt; longer ones lose their beginning", default=2048, at_least=1)
 
     def settings(self, game: Game) -> dict:
         return {
@@ -59,10 +59,9 @@ class Flags(GameFlags, ModelFlags):
 def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str], int]:
     """The games of the split, the candidates, and how many of them every game has.
 
-    Without --candidates these are drawn from the secrets of all games, whatever --split is. So a guess is measured
-    among words of other splits too, and all splits of a file have the same candidates.
+    Without --candidates they are drawn from the secrets of all games, so that all splits have the same candidates.
     """
-    from tools.measure.belief import draw_candidates, fewest_candidates  # brings torch
+    from tools.measure.belief import draw_candidates, fewest_candidates  # imports torch
 
     episodes = read_json_or_jsonl(flags.games)
     check_episodes(game, episodes, f"{flags.games}: episode", 1)
@@ -76,25 +75,24 @@ def read_games(flags: Flags, game: Game) -> tuple[list[dict], list[str], int]:
     candidates = draw_candidates(game, words, flags.most_candidates, flags.seed)
     among = fewest_candidates(game, [episode["target_word"] for episode in episodes], candidates)
     if among < 2:
-        raise UserError(f"{flags.candidates or flags.games}: one word alone; log_share needs other candidates")
+        raise UserError(f"{flags.candidates or flags.games}: only one word; log_share needs other candidates")
     return episodes, candidates, among
 
 
 def measure(flags: Flags, path: str, game: Game, templates: Templates, games: tuple[list[dict], list[str], int]):
-    """The entries of a model: one before the first hint and after each hint of all `games`, from `measure_game`.
+    """A model's entries of `measure_game` for all games.
 
-    The model computes by transformers: engines of play, vLLM among them, return replies that they draw, and no
-    probabilities of given sentences.
+    The model runs in transformers, because play's engines do not return probabilities of given sentences.
     """
-    from tools.engine.local import load_local_model  # these bring torch
+    from tools.engine.local import load_local_model  # both import torch
     from tools.measure.belief import measure_game
 
-    gc.collect()  # frees the model before
+    gc.collect()  # frees the previous model
     engine_flags = EngineFlags(
         chat_template=flags.chat_template,
         dtype=flags.dtype,
         trust_remote_code=flags.trust_remote_code,
-        max_length=flags.max_length + 1,  # the whole max_length is the prompt's
+        max_length=flags.max_length + 1,  # because max_new_tokens is subtracted for the prompt
         max_new_tokens=1,
     )
     local = load_local_model(model_folder(path), engine_flags)
@@ -107,7 +105,7 @@ def measure(flags: Flags, path: str, game: Game, templates: Templates, games: tu
 
 
 def mean_rows(model: str, messages: Sequence[Mapping]) -> list[dict]:
-    """The means of a model's messages after each number of hints, and after the last hint of each game."""
+    """Means over a model's messages by number of hints, and over those after the last hint of each game."""
     groups: dict[int | str, list[Mapping]] = {}
     for message in sorted(messages, key=lambda message: message["hints"]):
         groups.setdefault(message["hints"], []).append(message)
@@ -130,7 +128,7 @@ def mean_rows(model: str, messages: Sequence[Mapping]) -> list[dict]:
 
 
 def table_text(rows: Sequence[Mapping]) -> str:
-    """The means as a table, and a last line with those after the last hint."""
+    """The means as a table; the last line has those after the last hint."""
     head, *_ = rows
     lines = [list(head)]
     for row in rows:

@@ -4,8 +4,8 @@
         --words played=data/words.txt held_out=data/held_out.txt --games_per_word 5 --seeds 0 1 2 --output_dir DIR
 
 Writes DIR/games_results.json (all games), matches.json (points and rates with intervals) and matches.txt. After a
-kill, the same command plays the missing games. Points against a frozen player (--against) show progress. Results of
-self-play do not, because there both players change.
+kill, the same command plays the missing games. Points against a frozen player (--against) show progress, whereas
+results of self-play do not, because both players change.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from tools.selfplay.play import Planned, play_missing
 
 
 def named_words(text: str) -> NamedPath:
-    """Read NAME=FILE, or FILE, which is called like the file; the `type` of --words."""
+    """The `type` of --words: NAME=FILE, or FILE, which is named after the file."""
     return named_path(text if "=" in text else f"{Path(text).stem}={text}")
 
 
@@ -40,31 +40,31 @@ class Flags(PlayFlags):
     )
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
-        "word lists, called NAME or like the file", type=named_words, metavar="NAME=FILE", unique=by_name
+        "word lists, named NAME or after the file", type=named_words, metavar="NAME=FILE", unique=by_name
     )
-    games_per_word: int = flag("games with each word in each match", default=1, at_least=1)
+    games_per_word: int = flag("games per word in each match", default=1, at_least=1)
     max_words: int | None = flag(
-        "play only the first words of each list, at most so many", default=None, at_least=1, compared=False
+        "play only the first this many words of each list", default=None, at_least=1, compared=False
     )
     seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0], unique=int)
-    output_dir: str = flag("folder of the results, shared by all processes", compared=False)
+    output_dir: str = flag("folder for the results, shared by all processes", compared=False)
 
     def __post_init__(self):
         super().__post_init__()
         if ALL in dict(self.words):
             raise UserError(f"--words {ALL}=...: {ALL!r} is the table's name for all lists; choose another")
         if self.against not in (None, *dict(self.players)):
-            raise UserError(f"--against {self.against} is none of the --players")
+            raise UserError(f"--against {self.against} is not one of the --players")
 
 
 def plan_matches(flags: Flags, game: Game, lists: Mapping[str, list[str]]) -> tuple[list[str], list[Planned]]:
-    """The words of all games of all matches, and who plays them."""
+    """The words of all games of all matches, and their players."""
     players = dict(flags.players)
     words: list[str] = []
     plan: list[Planned] = []
     for (first, second), name, seed in itertools.product(pairs(list(players), flags.against), lists, flags.seeds):
         labels = dict(zip((*game.roles, "words", "seed"), (first, second, name, seed), strict=True))
-        # By names: so a match draws the same whichever other matches are played.
+        # Named, not numbered, so that a match's draws do not depend on the other matches.
         draws = json.dumps([first, second, name, seed])
         of_match = lists[name] * flags.games_per_word
         words += of_match
@@ -80,7 +80,7 @@ def main() -> None:
     lists = {name: read_words(path, game.check_task)[: flags.max_words] for name, path in flags.words}
     words, plan = plan_matches(flags, game, lists)
     files = EpisodeFiles(flags.output_dir, "games", words, game)
-    # A game is stored under its index in `words`, which a further player, list or seed could move.
+    # A game is stored under its index in `words`, which another player, list or seed would shift.
     settings = {
         **flags.settings(game),
         "players": list(players),
@@ -100,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, ranks=True, kept="finished games are kept, and the same command plays the others")
+    run_program(main, ranks=True, kept="finished games are kept; rerun the same command to play the others")

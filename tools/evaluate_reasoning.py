@@ -1,4 +1,4 @@
-"""Checkpoints on reasoning benchmarks, through lm-evaluation-harness, as a table.
+"""Evaluate models on reasoning benchmarks with lm-evaluation-harness, and write a table.
 
 python -m tools.evaluate_reasoning --models base=MODEL imitation=DIR epoch1=DIR epoch2=DIR --output_dir DIR
 """
@@ -31,29 +31,28 @@ from tools.engine.flags import ModelFlags
 from tools.measure.estimates import UNKNOWN, markdown
 
 logger = logging.getLogger(__name__)
-TASK_FILES = ROOT / "tools/measure/tasks"  # instead of tasks that the harness cannot load or scores wrongly
+TASK_FILES = ROOT / "tools/measure/tasks"  # replacements for tasks that the harness cannot load or scores wrongly
 MEAN = "geometric mean"  # a column of the table
-LONGEST = 4096  # tokens of a question; with a context of 262,144 the harness would find room for one at a time
+LONGEST = 4096  # tokens; with a context of 262,144 the harness would choose batch size 1
 
 
 class NoResult(Exception):
-    """The harness left no result of a task, or not the metric that is asked for."""
+    """The harness left no result for a task, or without the requested metric."""
 
 
 class Benchmark(NamedTuple):
     name: str
-    task: str  # as the harness calls it
-    shots: int | None  # None: as many as the task itself says
-    metric: str  # "metric" or "metric,filter" of the harness
+    task: str  # the harness's name
+    shots: int | None  # None: the task's default
+    metric: str  # the harness's "metric" or "metric,filter"
 
 
 class Score(NamedTuple):
     value: float  # in percent
-    stderr: float | None  # the harness's own; None where it gives none
+    stderr: float | None  # the harness's, if it has one
 
 
-# The paper does not state its tasks, shots and metrics: these are this project's choice. All of them enter the
-# geometric mean.
+# The paper does not state its tasks, shots and metrics, so these are our choice.
 BENCHMARKS = (
     Benchmark("MMLU", "mmlu", 5, "acc"),
     Benchmark("BBH", "bbh_fewshot", 3, "exact_match"),
@@ -67,10 +66,10 @@ BENCHMARKS = (
 
 
 def benchmark_of(text: str) -> Benchmark:
-    """The `type` of --tasks: one of the eight benchmarks or a task of the harness, perhaps with shots and metric."""
+    """The `type` of --tasks: one of BENCHMARKS or a task of the harness, optionally with shots and metric."""
     name, *changes = text.split(":")
     if set(name) & set(",*?["):
-        raise ArgumentTypeError(f"{name!r} is a list or a pattern; name each task, with blanks between them")
+        raise ArgumentTypeError(f"{name!r} is a list or a pattern; name the tasks one by one, separated by spaces")
     benchmark = {each.name: each for each in BENCHMARKS}.get(name, Benchmark(name, name, None, "acc"))
     for change in changes:
         field = {"shots": int(change)} if change.isdecimal() else {"metric": change}
@@ -80,23 +79,21 @@ def benchmark_of(text: str) -> Benchmark:
 
 @dataclass(kw_only=True)
 class Flags(ModelFlags):
-    models: list[NamedPath] = flag("models to ask", compared=False, **NAMED_MODELS)
+    models: list[NamedPath] = flag("models to evaluate", compared=False, **NAMED_MODELS)
     tasks: list[Benchmark] = flag(
-        "benchmarks of the table, or other tasks by the harness's names",
+        "benchmarks, or other tasks by the harness's names",
         default=list(BENCHMARKS),
         type=benchmark_of,
         metavar="NAME[:SHOTS][:METRIC]",
-        unique=attrgetter("task"),  # their results are in a file of the task's name
-        compared=False,  # each has a record of its own, and so has each model
+        unique=attrgetter("task"),  # result files are named by task
+        compared=False,  # each model and task has its own record
     )
-    output_dir: str = flag("folder of the results", compared=False)
-    chat_template: bool = flag(
-        "True: ask in the chat template of each model, for instruct models", default=False, shared=True
-    )
+    output_dir: str = flag("folder for the results", compared=False)
+    chat_template: bool = flag("ask in each model's chat template, for instruct models", default=False, shared=True)
     limit: int | None = flag(
-        "for a trial: ask only the first so many questions of each task", default=None, at_least=1
+        "for a trial: ask only the first this many questions of each task", default=None, at_least=1
     )
-    batch_size: str | None = flag("the harness's --batch_size; unset: auto, on a CPU 8", default=None)
+    batch_size: str | None = flag("the harness's --batch_size; unset: auto, or 8 on a CPU", default=None)
     lm_eval: str | None = flag(
         "the harness's command, such as 'accelerate launch -m lm_eval'", default=None, machine=True
     )
@@ -105,8 +102,8 @@ class Flags(ModelFlags):
 def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     """Scores by model and benchmark, and the harness's versions.
 
-    Each model and benchmark is a run of the harness of its own, which loads the model again. So a run that fails is
-    only logged, and the same command asks what is missing. The harness's own words are in OUTPUT_DIR/MODEL/TASK.log.
+    Each model and benchmark is a separate run of the harness, so that a failure is only logged and the same command
+    runs what is missing. The harness's output is in OUTPUT_DIR/MODEL/TASK.log.
     """
     import torch
 
@@ -114,18 +111,18 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
         require("lm_eval", "lm-eval==0.4.13")
     command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
     command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
-    # On CPUs the harness's search for a size takes long.
+    # On CPUs the harness's search for a batch size is slow.
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")
     settings = compared_values(flags) | {"batch_size": batch_size}
     scores: dict[str, dict[str, Score]] = {name: {} for name, _ in flags.models}
     versions = set()
-    models = [(name, model_setting(model)) for name, model in flags.models]  # here it ends if one is missing
+    models = [(name, model_setting(model)) for name, model in flags.models]  # UserError for a missing model
     for (name, model), benchmark in itertools.product(models, flags.tasks):
         logger.info("%s on %s", name, benchmark.name)
         path = Path(flags.output_dir, name, f"{benchmark.task.replace('/', '_')}.json")
         record = path.with_name(f"{path.stem}_settings.json")
         log = path.with_suffix(".log")
-        # The metric is no part: all metrics of a task are stored, so another one needs no new run.
+        # Without the metric: all metrics of a task are stored, so another one needs no new run.
         asked = settings | {"model": model, "task": benchmark.task, "shots": benchmark.shots}
         try:
             with stage(record, asked, results=[path.name], defaults=defaults(Flags), ranks=False) as work:
@@ -140,12 +137,12 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
 
 
 def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
-    """Ask a model a benchmark. Returns {"metrics": {NAME: {"value", "stderr"}}, "harness": version}.
+    """Run the harness for a model and a task. Returns {"metrics": {NAME: {"value", "stderr"}}, "harness": version}.
 
     `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size,
-    and chat_template. NoResult if the harness fails or leaves no result; `log` gets its messages.
+    and chat_template. NoResult if the harness fails or leaves no result; its output goes to `log`.
     """
-    # The harness must not take itself for a rank of the launch that this program may have been started in.
+    # Otherwise the harness would take itself for a rank of this program's launch.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     with TemporaryDirectory(prefix=f".{log.stem}.", dir=log.parent) as folder:
         argv = [*command, *harness_flags(settings, folder)]
@@ -156,7 +153,7 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
         if status or len(paths) != 1:
             raise NoResult(f"the harness failed: status {status}, {len(paths)} files results_*.json")
         output = read_json(paths[0])
-    results = output["results"].get(settings["task"], {})  # a tag has results of its tasks alone
+    results = output["results"].get(settings["task"], {})  # a tag only has results of its tasks
     numbers = {key: value for key, value in results.items() if isinstance(value, Number)}
     metrics = {
         key: {"value": value, "stderr": numbers.get(key.replace(",", "_stderr,"))}
@@ -167,12 +164,13 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
-    """The harness's flags, with an output folder of this run alone."""
+    """The harness's flags, with an output folder for this run."""
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
     model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"] or "auto"}
-    if length := config.get("text_config", config).get("max_position_embeddings"):  # else the harness knows more names
+    # The harness knows other names for a model without this one.
+    if length := config.get("text_config", config).get("max_position_embeddings"):
         model["max_length"] = min(length, LONGEST)
-    # As JSON, because the harness splits other arguments at commas and equals signs, also those of a path.
+    # As JSON, because the harness splits other formats at commas and equals signs, even in a path.
     flags = ["--model", "hf", "--model_args", json.dumps(model), "--batch_size", settings["batch_size"]]
     flags += ["--tasks", settings["task"], "--include_path", str(TASK_FILES), "--output_path", folder]
     for name, value in (("--num_fewshot", settings["shots"]), ("--limit", settings["limit"])):
@@ -184,30 +182,27 @@ def harness_flags(settings: Mapping, folder: str) -> list[str]:
 
 
 def read_score(result: Mapping, metric: str) -> Score:
-    """One metric of a result of `ask`. NoResult unless exactly one has this name and a value."""
+    """One metric from a result of `ask`. NoResult unless exactly one has this name and a value."""
     names = [name for name in result["metrics"] if metric in (name, name.partition(",")[0])]
     if len(names) != 1:
         raise NoResult(f"--tasks NAME:METRIC: choose one metric of {' '.join(result['metrics'])}; found {metric!r}")
     value = result["metrics"][names[0]]["value"]
     stderr = result["metrics"][names[0]]["stderr"]
-    if value is None:  # as NaN is stored
+    if value is None:  # NaN is stored as null
         raise NoResult(f"the harness's value of {names[0]} is not a number")
     return Score(100 * value, None if stderr is None else 100 * stderr)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The k-th root of the product of k values, as the paper takes it over its benchmarks.
+    """The k-th root of the product of k values, which the paper reports over its benchmarks.
 
-    It gets no standard error: the harness gives one for each benchmark alone.
+    It has no standard error, because the harness provides one only for each benchmark.
     """
     return math.prod(values) ** (1 / len(values))
 
 
 def score_rows(scores: Mapping[str, Mapping[str, Score]], benchmarks: Sequence[str]) -> list[dict]:
-    """A row for each model and benchmark, and for each model's geometric mean.
-
-    What was not asked has no row, and a model that lacks a benchmark has no mean.
-    """
+    """A row for each model and benchmark with a score, and for the geometric mean of each model that has all."""
     rows = []
     for model, of_model in scores.items():
         asked = [name for name in benchmarks if name in of_model]
@@ -229,12 +224,12 @@ def table_text(rows: Sequence[Mapping], settings: Mapping) -> str:
     for benchmark in settings["benchmarks"]:
         shots = "default" if benchmark["shots"] is None else benchmark["shots"]
         asked.append(f"{benchmark['name']} {shots}-shot {benchmark['metric']}")
-    dtype = settings["dtype"] or "each model in the type of its config"
-    questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions of a task"
-    layout = "in the chat template of each model" if settings["chat_template"] else "without a chat template"
+    dtype = settings["dtype"] or "each model in its config's dtype"
+    questions = "all questions" if settings["limit"] is None else f"the first {settings['limit']} questions per task"
+    layout = "in each model's chat template" if settings["chat_template"] else "without a chat template"
     return f"""{markdown(lines)}
 
-Percentages ± one standard error over draws of the questions; it does not cover the randomness of training.
+Percentages ± one standard error over questions, which does not cover the randomness of training.
 lm-evaluation-harness {settings["harness"]}, {layout}, {dtype}, {questions}: {", ".join(asked)}.
 """
 
@@ -262,9 +257,9 @@ def main() -> None:
     means = ", ".join(f"{row['model']} {cell_text(row)}" for row in rows if row["benchmark"] == MEAN)
     print(f"{text}\nreasoning, {MEAN}: {means or '-'}")
     if number := len(flags.models) * len(flags.tasks) - sum(map(len, scores.values())):
-        logger.error("%d results are missing, see above; the same command asks what failed", number)
+        logger.error("%d results are missing, see above; rerun the same command to retry", number)
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    run_program(main, kept="finished results are kept, and the same command asks the others")
+    run_program(main, kept="finished results are kept; rerun the same command for the others")

@@ -5,9 +5,9 @@
         --data_path data/all_target_words.txt --data_suffix all_words --output_dir data/self_play_results \\
         --task_type sampling --max_length 2048 --max_new_tokens 256 --bf16 True --tf32 True
 
-Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Finished games are stored at once: after a kill, the same
-command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as one process. For
-several games of a word write it into the list several times; in the loop set games_per_word.
+Writes OUTPUT_DIR/im_llama2_sampling_all_words_results.json. Games are stored as they finish, so after a kill the same
+command plays the missing ones. Without a launcher (python -m tools.play_llm_game ...) it runs as a single process. To
+play a word several times, repeat it in the list; in the loop, set games_per_word.
 """
 
 import time
@@ -28,26 +28,26 @@ from tools.selfplay.play import Planned, play_missing
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    """The flags of this program; attacker and defender stand for the first and the second role of any game."""
+    """This program's flags. "Attacker" and "defender" are the first and the second role of any game."""
 
     attacker_model_name_or_path: str = flag(
         f"model folder, hub name, openai:MODEL, scripted:FILE.py:FUNCTION, or {HUMAN} for you"
     )
-    defender_model_name_or_path: str = flag("the other role's player; the same model is loaded once")
-    data_path: str = flag("file of target words, one a line; one game is played for each")
-    output_dir: str = flag("folder of the results, shared by all processes", compared=False)
-    model_prefix: str = flag("first part of the names of the result files", type=file_name, compared=False)
-    data_suffix: str = flag("last part of the names of the result files", type=file_name, compared=False)
+    defender_model_name_or_path: str = flag("player of the other role; if it is the same model, it is loaded once")
+    data_path: str = flag("file of target words, one per line; one game is played for each")
+    output_dir: str = flag("folder for the results, shared by all processes", compared=False)
+    model_prefix: str = flag("first part of result file names", type=file_name, compared=False)
+    data_suffix: str = flag("last part of result file names", type=file_name, compared=False)
     max_games: int | None = flag(
-        "play only the first so many words",
+        "play only the first this many words",
         default=None,
         at_least=1,
-        compared=False,  # the words are, by content
+        compared=False,  # the words are compared by content
     )
     seed: int = flag("seed of sampling", default=42)
 
     def plan(self, words: Sequence[str]) -> list[Planned]:
-        """Who plays the game about each word."""
+        """The players and seed of each word's game."""
         return [Planned(self.attacker_model_name_or_path, self.defender_model_name_or_path, self.seed) for _ in words]
 
 
@@ -71,13 +71,13 @@ def main() -> None:
             seconds = play_missing(game, flags.plan(words), flags, files, templates=templates, note_engines=notes)
             ended = time.monotonic()
             files.finish()
-            waited = time.monotonic() - ended  # for the processes that still played
+            waited = time.monotonic() - ended  # for processes that were still playing
     if rank() == 0:
         counts = read_json(files.summary_path)
-        # Of all processes in this start, by the clock of rank 0, without the time to load models.
+        # Over all processes of this start, by rank 0's clock, without the time to load models.
         speed = (counts["new_tokens"] - tokens_before) / (seconds + waited) if seconds else None
-        print(summary_line(counts) + (f"; {speed:,.1f} new tokens a second" if speed else ""))
+        print(summary_line(counts) + (f"; {speed:,.1f} new tokens per second" if speed else ""))
 
 
 if __name__ == "__main__":
-    run_program(main, ranks=True, kept="finished games are kept, and the same command plays the others")
+    run_program(main, ranks=True, kept="finished games are kept; rerun the same command to play the others")

@@ -1,4 +1,4 @@
-"""One self-contained page about the output of the loop, finished or not, or one of its folders.
+"""Make a self-contained HTML report of the loop's output, finished or not, or of one of its folders.
 
 python -m tools.report FOLDER      writes FOLDER/report.html, about 5 MiB, which needs no network
 """
@@ -17,7 +17,7 @@ from tools.measure.report_page import page_html
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help="OUTPUT of the loop, or one folder of games, training or results")
+    parser.add_argument("folder", type=Path, help="the loop's OUTPUT, or a folder of games, training or results")
     add_flags(parser, GameChoice)
     flags = vars(parser.parse_args())
     folder = flags.pop("folder")

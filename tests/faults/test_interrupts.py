@@ -15,8 +15,8 @@ GAMES = "the same command plays the others"
 PROGRAMS = [
     ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, True),
     ("matches", "tools/evaluate_games.py", "*_rank0.jsonl", GAMES, False),
-    ("training", "train.py", "checkpoint-*/complete", "the same command continues", False),
-    ("training", "train.py", "checkpoint-*/complete", "the same command continues", True),
+    ("training", "train.py", "checkpoint-*/complete", "rerun the same command to continue", False),
+    ("training", "train.py", "checkpoint-*/complete", "rerun the same command to continue", True),
 ]
 LONGER = {"play": {}, "matches": {"games_per_word": 50}, "training": {"num_train_epochs": 50}}
 
@@ -47,5 +47,5 @@ def test_ctrl_c_ends_a_program_that_begins_again(tmp_path, tiny_model, other_mod
     assert wait_for((tmp_path / "r.json_rewards_settings.json").is_file, process)
     os.killpg(process.pid, signal.SIGINT)
     printed = finish(process, status=130)
-    assert printed.splitlines()[-1].endswith("stopped; nothing is half done; the same command begins again")
+    assert printed.splitlines()[-1].endswith("stopped; nothing is half done; rerun the same command")
     assert "Traceback" not in printed and not (tmp_path / "r.json").exists()

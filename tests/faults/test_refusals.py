@@ -73,5 +73,5 @@ def test_a_finished_run_is_left_and_other_settings_and_second_starts_are_refused
     assert refused(program, named, **changes)
     (lock,) = (tmp_path / "out").glob(".*.lock")
     with filelock.FileLock(lock):  # as another start holds it
-        assert refused(program, "another launch is at work")
+        assert refused(program, "another launch is running")
     assert contents(tmp_path) == before

@@ -8,16 +8,16 @@ from tools.common.flags import flag
 from tools.common.models import freeze_all_but_text, from_folder
 
 ALL_LINEAR = ["all-linear"]
-FLAGS = {  # beside lora_rank
-    "lora_alpha": flag("LoRA scale, divided by the rank.", default=16.0, above=0),
+FLAGS = {  # besides lora_rank
+    "lora_alpha": flag("LoRA alpha; adapters are scaled by alpha / rank.", default=16.0, above=0),
     "lora_dropout": flag("Dropout before the adapters.", default=0.0, at_least=0, below=1),
     "lora_target_modules": flag("Names of the layers that get adapters.", default=ALL_LINEAR),
-    "lora_merge": flag("Also write the model with the adapters merged into it, to OUTPUT_DIR/merged.", default=False),
+    "lora_merge": flag("Also write the model with merged adapters to OUTPUT_DIR/merged.", default=False),
 }
 
 
 def check_model(name: str, args) -> None:
-    """Raise UserError for a model that cannot have this attention or these adapters. No weights are read."""
+    """UserError if the model does not support this attention or these adapters. Reads no weights."""
     config = from_folder(AutoConfig, name, trust_remote_code=args.trust_remote_code)
     options = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     with torch.device("meta"), user_errors(name, ValueError, ImportError):
@@ -28,9 +28,9 @@ def check_model(name: str, args) -> None:
 
 
 def add_lora(model: PreTrainedModel, args):
-    """Freeze the model and add adapters in fp32, or in its dtype under DeepSpeed, which keeps fp32 copies.
+    """Freeze the model and add adapters, in fp32 or, under DeepSpeed, which keeps fp32 copies, in the model's dtype.
 
-    UserError for targets that the model lacks, or that cannot be adapted.
+    UserError for targets that the model lacks or that peft cannot adapt.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -56,15 +56,15 @@ def add_lora(model: PreTrainedModel, args):
 
 
 def check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raise UserError for names that no layer has: peft would go on with those that are there."""
+    """UserError for names that no layer has, which peft would ignore as long as one name matches."""
     layers = [f".{name}" for name, _ in model.named_modules()]
     missing = [each for each in targets if not any(name.endswith(f".{each}") for name in layers)]
     if missing:
-        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; blanks separate names")
+        raise UserError(f"--lora_target_modules: no layer is called {', '.join(missing)}; separate names by spaces")
 
 
 def keep_adapter_inputs(adapted) -> None:
-    """Switch off peft's copies of the adapters' inputs in fp32: autocast would cast them back to the same numbers."""
+    """Stop peft from casting adapter inputs to fp32, which autocast would undo."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in adapted.modules():
@@ -73,13 +73,11 @@ def keep_adapter_inputs(adapted) -> None:
 
 
 def check_tied_weights(adapted) -> None:
-    """Raise UserError for adapters on one of two layers that share a weight: merged, they would change both."""
+    """UserError for adapters on tied embeddings: merging them would change input and output layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     module = adapted.get_base_model()
     both = module.get_input_embeddings(), module.get_output_embeddings()
     is_adapted = any(isinstance(layer, BaseTunerLayer) for layer in both)
     if is_adapted and module.config.get_text_config().tie_word_embeddings:
-        raise UserError(
-            "--lora_target_modules: the embeddings of this model are tied to its output layer; leave both out"
-        )
+        raise UserError("--lora_target_modules: this model's embeddings are tied to its output layer; leave both out")

@@ -36,7 +36,7 @@ def write_card(
     data: Sequence[str],
     rows: str,
 ) -> None:
-    """Write FOLDER/README.md. It names models and data by their names on the hub, or by file or folder name alone."""
+    """Write FOLDER/README.md, in which local models and data appear by their last path component only."""
     details = [f"{name} {value}" for name, value in coefficients.items()]
     if reference:
         details.append(f"reference `{public_name(reference)}`")
@@ -59,5 +59,5 @@ def write_card(
 
 
 def public_name(name: str) -> str:
-    """What to call a model or a file in a card: nothing of this machine but its own name."""
+    """A name without the path on this machine; hub names stay."""
     return Path(name).absolute().name if Path(name).exists() else name

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: which are complete, which one continues it, which may go."""
+"""Training checkpoints: which are complete, which one to resume from, which to delete."""
 
 import logging
 import shutil
@@ -12,40 +12,40 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The folders checkpoint-N, by N. A copy such as checkpoint-100-backup is none."""
+    """The folders checkpoint-N, sorted by N. Copies such as checkpoint-100-backup do not count."""
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def last_checkpoint(folder: StrPath, *, deepspeed: bool) -> str | None:
-    """The furthest complete checkpoint that a start with or without --deepspeed can continue, None if there is none.
+    """The furthest complete checkpoint that can be resumed with or without --deepspeed, or None.
 
-    UserError for checkpoints of the other kind: the Trainer would begin without the optimizer's state.
+    UserError if all are of the other kind, because the Trainer would resume without optimizer state.
     """
     complete = [checkpoint for checkpoint in checkpoints_of(Path(folder)) if (checkpoint / COMPLETE).is_file()]
     state = "global_step*" if deepspeed else "optimizer*"
     with_state = [str(checkpoint) for checkpoint in complete if any(checkpoint.glob(state))]
     if complete and not with_state:
         raise UserError(
-            f"{folder}: its checkpoints are of another --deepspeed, or hold no optimizer; start with the "
+            f"{folder}: its checkpoints were made with another --deepspeed or lack an optimizer; use the "
             "--deepspeed that made them, or delete them"
         )
     return with_state[-1] if with_state else None
 
 
 def check_none(folder: StrPath) -> None:
-    """Raise UserError if there are checkpoints, which would mix with those of a run that shall not continue them."""
+    """UserError if there are checkpoints, which would get mixed up with those of the new run."""
     if checkpoints := checkpoints_of(Path(folder)):
         raise UserError(
-            f"--resume_from_checkpoint False: {folder} holds checkpoints; leave the flag out to continue, or delete "
-            f"there: {' '.join(path.name for path in checkpoints)}"
+            f"--resume_from_checkpoint False: {folder} contains checkpoints; omit the flag to resume, or delete "
+            f"them: {' '.join(path.name for path in checkpoints)}"
         )
 
 
 def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The checkpoints to delete: incomplete ones, and the first of those beyond --save_total_limit.
+    """The checkpoints to delete: incomplete ones, left by a killed launch, and the oldest beyond --save_total_limit.
 
-    Neither the last nor the best one is among them. Incomplete ones are of a killed launch, and do not count.
+    The last and the best complete one always stay.
     """
     checkpoints = checkpoints_of(folder)
     complete = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
@@ -58,8 +58,8 @@ def old_checkpoints(folder: Path, limit: int | None, best: str | None) -> list[P
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint. One that cannot be deleted, as NFS keeps files that are open elsewhere, is a warning."""
+    """Delete a checkpoint, or warn if that fails, as on NFS while a file is open elsewhere."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        logger.warning("%s: this old checkpoint cannot be deleted (%s); training goes on", folder, error)
+        logger.warning("%s: could not delete this old checkpoint (%s); training continues", folder, error)

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, as one line."""
+"""Errors that a user can fix, reported as one line."""
 
 import importlib.metadata
 import importlib.util
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """An error that the user can mend: where it is, what is wrong, what to do. Programs print it as one line."""
+    """An error that the user can fix: where it is, what is wrong, what to do. Programs print it as one line."""
 
 
 @contextmanager
 def user_errors(where: object, *types: type[BaseException]) -> Iterator[None]:
-    """Raise errors of these types as UserError: where, and the first line of what the library said.
+    """Turn errors of these types into UserErrors: `where`, and the first line of the library's message.
 
-    For the places where a library reads what a person gave. A person's own code does not belong inside. A UserError
-    gets no second `where` unless it is among the types. An ImportError counts only if a library raised it by hand, to
-    name a package; Python's own, which have a name, come from inside an installed package.
+    For library calls on a user's input; the user's own code must stay outside. A UserError passes unchanged unless
+    `types` contains UserError. An ImportError is turned only if a library raised it itself to name a missing package;
+    those of an import statement, which have a `name`, are a broken installation.
     """
     try:
         yield
@@ -31,16 +31,15 @@ def user_errors(where: object, *types: type[BaseException]) -> Iterator[None]:
 
 
 def _comes_from_inside_a_package(error: BaseException) -> bool:
-    """Whether Python's import raised this error, and not a library by hand."""
     return isinstance(error, ImportError) and (error.name is not None or type(error) is not ImportError)
 
 
 def printable(text: str) -> str:
-    """A text of a model or a file without characters that move the cursor."""
+    """Text of a model or file with control characters, which could move the cursor, replaced."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def require(module: str, requirement: str) -> None:
-    """Raise UserError with the command that installs an optional package, unless its module is installed."""
+    """UserError with the install command, unless the module of this optional package is installed."""
     if importlib.util.find_spec(module) is None:
         raise UserError(f"the package {module} is missing: pip install {shlex.quote(requirement)}")

@@ -1,4 +1,4 @@
-"""Text, JSON and word lists: reading them, and writing them so that readers see a whole file."""
+"""Reading text, JSON and word lists, and writing them atomically."""
 
 import functools
 import glob
@@ -17,21 +17,21 @@ from typing import IO, Any, TypeVar
 from tools.common.errors import UserError, user_errors
 
 ROOT = Path(__file__).resolve().parents[2]
-JOINERS = "\u200c\u200d"  # format characters that belong to words: Persian and Hindi are spelled with them, and emoji
-AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # blanks, also invisible ones
-DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # a name that ends so is a file, no data set of the hub
+JOINERS = "\u200c\u200d"  # format characters that are part of words in Persian and Hindi, and of emoji
+AROUND_WORDS = " \t\r\v\f\u00a0\u00ad\u200b\ufeff"  # whitespace, including invisible characters
+DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".csv")  # endings of files; other names may be hub data sets
 RECORD_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 StrPath = str | os.PathLike
 T = TypeVar("T")
 
 
 def read_text(path: StrPath) -> str:
-    """The text of a file, which may be gzipped, without a byte order mark. UserError if it is not UTF-8."""
+    """The text of a UTF-8 file, which may be gzipped, without a byte order mark. UserError if it is not UTF-8."""
     try:
         with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text in UTF-8; save it as UTF-8") from None
+        raise UserError(f"{path}: not UTF-8 text; save it as UTF-8") from None
 
 
 def read_json(path: StrPath):
@@ -39,21 +39,20 @@ def read_json(path: StrPath):
 
 
 def read_json_or_jsonl(path: StrPath, make: Callable[[dict], Any] = dict) -> list:
-    """`make` of each object of a JSON list, or of a file with one object a line.
+    """`make` applied to each object of a JSON list or JSON Lines file.
 
-    UserError names a line that is not JSON, a row that is no object, and a row of which `make` raises one.
+    UserError names a line that is not JSON, a row that is not an object, or a row for which `make` raises UserError.
     """
     text = read_text(path)
     if text.lstrip().startswith("["):
         records = _parse(text, path)
-    else:  # not splitlines: a reply may hold U+2028
+    else:  # not splitlines: replies may contain U+2028
         lines = enumerate(text.split("\n"), start=1)
         records = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _made(path, records, make)
 
 
 def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T]:
-    """`make` of each record. UserError names a row that is no object, and one of which `make` raises a UserError."""
     made = []
     for number, record in enumerate(records, start=1):
         with user_errors(f"{path}: row {number}", UserError):
@@ -61,15 +60,15 @@ def _made(path: StrPath, records: Iterable, make: Callable[[dict], T]) -> list[T
                 raise UserError("not a JSON object")
             made.append(make(record))
     if not made:
-        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object a line")
+        raise UserError(f"{path}: the file is empty; expected a JSON list or one JSON object per line")
     return made
 
 
 def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
-    """`make` of each record of a JSON, JSONL, .gz or Parquet file, or of the training split of the hub's OWNER/NAME.
+    """`make` applied to each record of a JSON, JSONL, .gz or Parquet file, or of the hub's OWNER/NAME (train split).
 
-    UserError as of `read_json_or_jsonl`, and in the words of `datasets` for what it cannot read. For another split or
-    subset of a data set, write it to a file of your own: a name has no place for it.
+    UserError as in `read_json_or_jsonl`, and with the message of `datasets` for what it cannot read. Other splits and
+    subsets of a data set must be saved to a file first.
     """
     path = Path(name)
     if path.exists() and path.suffix != ".parquet":
@@ -81,7 +80,7 @@ def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
     else:
         source = {"path": str(data_folder(str(name)))}
     datasets.disable_progress_bars()
-    # Its copy of the data would stand for whatever lies at this path later, so it does not outlive this call.
+    # A lasting cache would be reused for whatever is at this path later.
     with tempfile.TemporaryDirectory() as cache:
         try:
             records = datasets.load_dataset(**source, split="train", cache_dir=cache)
@@ -93,7 +92,7 @@ def read_records(name: StrPath, make: Callable[[dict], Any] = dict) -> list:
 
 @functools.cache
 def data_folder(name: str) -> Path:
-    """A local copy of the hub's data set OWNER/NAME, in the cache of huggingface_hub. UserError if there is none."""
+    """The local snapshot of the hub's data set OWNER/NAME. UserError if there is none."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).suffix in DATA_FILES:
         raise UserError(f"{name}: no such file")
     from huggingface_hub import snapshot_download
@@ -103,7 +102,7 @@ def data_folder(name: str) -> Path:
 
 
 def _without_nulls(value):
-    """A value of an Arrow table without the fields that are null: all rows have all fields that any row has."""
+    """A value without null fields, which Arrow adds because every row has the fields of all rows."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -117,10 +116,10 @@ def _parse(text: str, where: StrPath):
 
 
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
-    """The words of a file, one a line, without blanks and invisible characters (a byte order mark) at their ends.
+    """The words of a file, one per line, stripped of whitespace and invisible characters.
 
-    UserError names the line of a word that holds an invisible character, with which no said word would be equal, or
-    that `check` refuses by ValueError.
+    UserError names the line of a word that `check` refuses by ValueError, or that contains an invisible character, so
+    that it could never match a word in a message.
     """
     words = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -130,22 +129,22 @@ def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) 
                 check(word)
             words.append(word)
     if not words:
-        raise UserError(f"{path}: no words; expected one a line")
+        raise UserError(f"{path}: no words; expected one per line")
     return words
 
 
 def _check_visible(line: str, word: str) -> None:
-    """Raise UserError for a format character inside a word, such as U+200B; it names its position in the line."""
+    """UserError for a format character inside a word, such as U+200B, with its position in the line."""
     start = line.index(word)
     for position, character in enumerate(word, start=start + 1):
         if unicodedata.category(character) == "Cf" and character not in JOINERS:
             code = f"U+{ord(character):04X}"
-            raise UserError(f"character {position} is the invisible {code}, which nobody says; delete it")
+            raise UserError(f"character {position} is the invisible {code}; delete it")
 
 
 @contextmanager
 def replacing(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a file for writing so that readers see the old file or the whole new one, never a part of it."""
+    """Open a file for atomic replacement: readers see the old content or all of the new."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -160,11 +159,11 @@ def replacing(path: StrPath) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: StrPath, text: str) -> None:
-    """Write a text as UTF-8, gzipped if the path ends in .gz."""
-    # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+    """Write text as UTF-8, gzipped if the path ends in .gz."""
+    # Unpaired surrogates, which UTF-8 cannot encode, become escapes that JSON can read.
     content = text.encode("utf-8", "backslashreplace")
     if Path(path).suffix == ".gz":
-        content = gzip.compress(content, mtime=0)  # equal texts, equal files
+        content = gzip.compress(content, mtime=0)  # equal texts give equal files
     with replacing(path) as file:
         file.write(content)
 
@@ -174,7 +173,7 @@ def write_json(path: StrPath, value) -> None:
 
 
 def finite_json(value):
-    """A value as JSON can hold it, which knows no NaN and no infinity: null stands for them."""
+    """A value as plain JSON, with null for NaN and infinity."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
@@ -183,13 +182,13 @@ def write_words(path: StrPath, words: Iterable[str]) -> None:
 
 
 def check_record_file(path: StrPath) -> None:
-    """UserError unless the name of a file of records says in which form they are written."""
+    """UserError unless the file's ending selects a format."""
     if not str(path).endswith(RECORD_FILES):
-        raise UserError(f"{path}: unknown ending; records are written as {', '.join(RECORD_FILES)}")
+        raise UserError(f"{path}: unknown ending; use one of {', '.join(RECORD_FILES)}")
 
 
 def write_records(path: StrPath, records: Iterable[Mapping]) -> None:
-    """Write one object a line: as JSONL if the path ends in .jsonl or .jsonl.gz, else as a JSON list."""
+    """Write one object per line: as JSON Lines if the path ends in .jsonl or .jsonl.gz, else as a JSON list."""
     check_record_file(path)
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     if str(path).removesuffix(".gz").endswith(".jsonl"):

@@ -1,7 +1,7 @@
-"""Flags of programs: dataclasses whose fields are flags, and a parser for them. No torch.
+"""Command-line flags as dataclass fields, and a parser for them. No torch.
 
-One declaration says everything about a flag: type, bounds, default, help, whether a record compares it, and whether
-all stages of the loop share it.
+Each flag is declared once: type, bounds, default, help, whether a record compares it, and whether all stages of the
+loop share it.
 """
 
 import argparse
@@ -33,18 +33,18 @@ def flag(
     neutral: float | None = None,
     **settings,
 ):
-    """Return a dataclass field that is a flag of a program. Without a default the flag is required.
+    """Declare a dataclass field as a flag, which is required if it has no default.
 
-    `names`: older names, which the command line still takes; records know the field alone.
-    `compared`: whether results made under another value are other results, so that a record compares it; or a function
-    of all flags that says so. `machine`: it only says how a machine computes, so no record compares it.
-    `shared`: all stages of the loop have one value.
-    `unique`: the values of a list must differ in what this function gives for them.
-    `neutral`: the value of a sampling parameter that changes nothing.
-    The keys of BOUNDS are limits of the value; other `settings` go to `add_argument`.
+    `names`: older names that the command line still accepts.
+    `compared`: whether the value changes results, so that records compare it; or a function of all flags.
+    `machine`: the value only affects how results are computed, so it is not compared.
+    `shared`: all stages of the loop must have the same value.
+    `unique`: a key function under which the values of a list must differ.
+    `neutral`: the value at which a sampling parameter has no effect.
+    Keys of BOUNDS limit the value; other `settings` go to `add_argument`.
 
-    A field is annotated as str, int, float, bool, one of these | None, or a list of one; for another type give `type`,
-    a function of the text.
+    Annotate the field as str, int, float or bool, one of these | None, or a list of one. Other types need `type`, a
+    function of the string.
     """
     bounds = {bound: settings.pop(bound) for bound in BOUNDS if bound in settings}
     metadata = {
@@ -64,7 +64,7 @@ def flag(
 
 
 def flag_fields(kind) -> list[dataclasses.Field]:
-    """The fields of a dataclass, or of one of its objects, that are flags."""
+    """The fields of a dataclass or its instance that are flags."""
     return [field for field in dataclasses.fields(kind) if "bounds" in field.metadata]
 
 
@@ -74,32 +74,32 @@ def is_compared(field: dataclasses.Field, flags) -> bool:
 
 
 def compared_values(flags) -> dict[str, Any]:
-    """The flags that a record compares, by name. Where one names a file or a model, the content must replace it."""
+    """The flags that a record compares, by name. Files and models must still be replaced by their content."""
     return {field.name: getattr(flags, field.name) for field in flag_fields(flags) if is_compared(field, flags)}
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """The default of a flag; MISSING if it is required."""
+    """A flag's default; MISSING if it is required."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def defaults(kind) -> dict[str, Any]:
-    """The defaults of a dataclass of flags by name, as `stage` takes them for settings that a record does not have."""
+    """The defaults of a dataclass of flags, by name."""
     return {field.name: default_of(field) for field in flag_fields(kind) if not _is_required(field)}
 
 
 @dataclass(kw_only=True)
 class FlagGroup:
-    """The base of dataclasses whose fields are flags. Whoever makes one, a parser or code, has its values checked."""
+    """Base of dataclasses whose fields are flags; checks their values."""
 
     def __post_init__(self):
         check_values(self)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, which keeps the lines of its description.
+    """A parser that keeps the line breaks of its description and raises UserError for wrong flags.
 
-    With abbreviations --seed would set --seeds in tools/evaluate_games.py. A wrong flag is a UserError.
+    It allows no abbreviations, with which --seed would set --seeds.
     """
 
     def __init__(self, **settings):
@@ -134,7 +134,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def _plain_type(hint) -> type:
-    """The type of one value: int for the hints int, int | None and list[int]."""
+    """The type of a single value: int for the hints int, int | None and list[int]."""
     parts = [part for part in get_args(hint) if part is not type(None)]
     return parts[0] if parts else hint
 
@@ -150,25 +150,25 @@ def build_parser(kind: type, **settings) -> Parser:
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, description: str, prog: str | None = None) -> T:
-    """Read the command line into a dataclass of `flag` fields. UserError for a wrong flag."""
+    """Parse the command line into a dataclass of `flag` fields. UserError for a wrong flag."""
     parser = build_parser(kind, description=description, prog=prog)
     return kind(**vars(parser.parse_args(argv)))
 
 
 def parse_command(*kinds: type[T], description: str) -> T:
-    """Read `COMMAND --flag ...` into the dataclass of this name. Its docstring describes the command in --help."""
+    """Parse `COMMAND --flag ...` into the dataclass of that name, whose docstring is the command's --help."""
     commands = {kind.__name__.lower(): kind for kind in kinds}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=commands, help="its own --help lists its flags")
+    parser.add_argument("command", choices=commands, help="COMMAND --help lists its flags")
     command = parser.parse_args(sys.argv[1:2]).command
     kind = commands[command]
     return parse_flags(kind, sys.argv[2:], description=kind.__doc__ or "", prog=f"{parser.prog} {command}")
 
 
 def check_values(flags, kind: type | None = None) -> None:
-    """UserError for a value that is none of its flag's choices or out of its bounds, and for a value that is twice.
+    """UserError for a value that is not among its flag's choices, out of bounds, or a duplicate.
 
-    `kind` is the dataclass of these flags where `flags` is what the parser has read.
+    `kind` is the flags' dataclass, needed if `flags` is a parser's Namespace.
     """
     for field in flag_fields(kind or flags):
         choices = field.metadata["settings"].get("choices")
@@ -180,13 +180,13 @@ def check_values(flags, kind: type | None = None) -> None:
                 raise UserError(f"{field.name} is {value}; it must be {bound.replace('_', ' ')} {limit}")
         unique = field.metadata["unique"]
         if unique and value and len(set(map(unique, value))) < len(value):
-            raise UserError(f"{field.name}: one of {value} stands there twice")
+            raise UserError(f"{field.name}: duplicate in {value}")
 
 
 def file_name(text: str) -> str:
-    """The `type` of a flag whose value is the name of a file or folder, or a part of one: no path."""
+    """The `type` of a flag that is (part of) a file's or folder's name, not a path."""
     if "/" in text or text in (".", ".."):
-        raise argparse.ArgumentTypeError(f"{text!r} is a path; it names files, so give it without '/' and '..'")
+        raise argparse.ArgumentTypeError(f"{text!r} is a path, but must be part of a file name, without '/' and '..'")
     return text
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# The files of a model that are downloaded from the hub: weights in one format, configuration, tokenizer, code.
+# Files to download from the hub: weights in one format, configuration, tokenizer, code.
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.model.*", "*.tiktoken", "*.txt", "*.jinja", "*.py", "*.md"]
 TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
-# The date for chat templates that write one, fixed so that prompts are the same every day. It is Llama 3's default.
+# The date in chat templates that write one, fixed so that prompts are the same every day. It is Llama 3's default.
 DAY = "26 Jul 2024"
 FIXED_DAY = f"{{%- macro strftime_now(format) -%}}{DAY}{{%- endmacro -%}}"
-# Files that training writes beside a model, which do not change its replies.
+# Files that training writes beside a model and that do not affect its replies.
 RECORDS = {
     "README.md",
     "settings.json",
@@ -36,7 +36,7 @@ RECORDS = {
 
 
 def chat_text(tokenizer, messages: list[dict], **options) -> str:
-    """Messages rendered in the tokenizer's chat template, with a fixed date; `options` of `apply_chat_template`."""
+    """Messages in the tokenizer's chat template, with a fixed date; `options` of `apply_chat_template`."""
     template = tokenizer.get_chat_template()
     template = (FIXED_DAY if "strftime_now" in template else "") + template
     options |= {"chat_template": template, "date_string": DAY, "tokenize": False}
@@ -44,13 +44,13 @@ def chat_text(tokenizer, messages: list[dict], **options) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD for each unpaired surrogate, which no tokenizer reads."""
+    """The text with U+FFFD for unpaired surrogates, which tokenizers reject."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache
 def model_folder(name: str) -> Path:
-    """The folder `name`, or the local copy of the hub's model of this name. UserError unless it holds one model."""
+    """The folder `name`, or the local snapshot of that model on the hub. UserError unless it holds a model."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -59,11 +59,11 @@ def model_folder(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=TWICE))
     has_config = (folder / "config.json").is_file()
     has_adapter = (folder / "adapter_config.json").is_file()
-    if has_config and has_adapter:  # transformers would add the adapter to weights that may hold it already
-        remedy = "take it out if the weights are merged, or give the folder merged/ of the training"
-        raise UserError(f"{folder}: adapter_config.json lies beside a whole model; {remedy}")
+    if has_config and has_adapter:  # transformers would add the adapter to weights that may already include it
+        remedy = "delete it if the weights are merged, or use the training's folder merged/"
+        raise UserError(f"{folder}: adapter_config.json beside a full model; {remedy}")
     if has_adapter:
-        remedy = "give the folder merged/ inside it, which train.py writes with --lora_merge True"
+        remedy = "use the folder merged/ inside it, which train.py writes with --lora_merge True"
         raise UserError(f"{folder}: an adapter (adapter_config.json, no config.json), not a model; {remedy}")
     if not has_config:
         raise UserError(f"{folder}: no config.json; this is not a model folder")
@@ -78,12 +78,12 @@ def from_folder(auto, name: StrPath, **options):
             return auto.from_pretrained(folder, **options)
         except ValueError as error:
             if "trust_remote_code" in str(error):
-                raise UserError(f"{folder}: has code of its own; --trust_remote_code True runs it") from error
+                raise UserError(f"{folder}: comes with its own code; --trust_remote_code True runs it") from error
             raise
 
 
 def load_model(name: StrPath, **options):
-    """A causal language model in eval mode, from safetensors only, because pickled weights could run code.
+    """Load a causal language model in eval mode, from safetensors only, because pickled weights could run code.
 
     UserError if it cannot be loaded, lacks weights, or is a masked language model.
     """
@@ -93,7 +93,7 @@ def load_model(name: StrPath, **options):
     disable_progress_bar()  # "Loading weights"
     options |= {"use_safetensors": True, "output_loading_info": True}
     model, report = from_folder(AutoModelForCausalLM, name, **options)
-    if report["missing_keys"]:  # transformers would draw them at random
+    if report["missing_keys"]:  # transformers would initialize them at random
         raise UserError(f"{name}: weights are missing ({', '.join(sorted(report['missing_keys']))})")
     with user_errors(name, UserError):
         check_causal(model.config)
@@ -101,22 +101,22 @@ def load_model(name: StrPath, **options):
 
 
 def check_causal(config) -> None:
-    """Raise UserError for a masked language model: transformers would load it, but its tokens see later ones."""
+    """UserError for a masked language model: transformers would load it, but its tokens attend to later ones."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise UserError(f"a masked language model ({config.model_type}); take a causal one, or set is_decoder to true")
+        raise UserError(f"a masked language model ({config.model_type}); use a causal one, or set is_decoder to true")
 
 
 def warn_of_positions(config, max_length: int) -> None:
     """Warn if --max_length exceeds the model's `max_position_embeddings`."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
-        warn_on_rank_0("--max_length %d, but the model's config.json has %d positions", max_length, positions)
+        warn_on_rank_0("--max_length %d exceeds the %d positions in the model's config.json", max_length, positions)
 
 
 def make_weights_readable(folder: StrPath) -> None:
-    """Apply the umask to saved weights, which safetensors makes readable by their owner alone."""
+    """Apply the umask to saved weights, which safetensors makes readable by the owner only."""
     mask = os.umask(0)
     os.umask(mask)
     for path in Path(folder).glob("*.safetensors"):
@@ -124,24 +124,24 @@ def make_weights_readable(folder: StrPath) -> None:
 
 
 def check_token(token: int, tokenizer, vocab_size: float) -> None:
-    """Raise UserError for a token id outside the `vocab_size` rows of the model's embeddings."""
+    """UserError for a token id outside the `vocab_size` rows of the model's embeddings."""
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(int(token))
-        raise UserError(f"the model has {vocab_size} tokens, not token {token} ({text}); is the tokenizer its own?")
+        raise UserError(f"token {token} ({text}) is outside the model's {vocab_size}; is this the model's tokenizer?")
 
 
 def load_tokenizer(name: str, **options):
-    """A model's tokenizer. If the folder has a tokenizer.json, its normalizer and pre_tokenizer are used.
+    """A model's tokenizer, with the normalizer and pre_tokenizer of its tokenizer.json if there is one.
 
     transformers 5 replaces them by those of the class named in tokenizer_config.json: a LlamaTokenizer without a
     leading space (Yi) would get one, and a byte-level one (DeepSeek) would lose its spaces. mistral-common is never
-    used, since it reads tekken.json and gives "[INST]" other ids.
+    used, because it reads tekken.json and gives "[INST]" other ids.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = from_folder(AutoTokenizer, name, mistral_format=False, **options)
     if (legacy := getattr(tokenizer, "legacy", None)) is not None:
-        tokenizer.init_kwargs["legacy"] = legacy  # save_pretrained would leave it out of tokenizer_config.json
+        tokenizer.init_kwargs["legacy"] = legacy  # save_pretrained would omit it from tokenizer_config.json
     file = model_folder(name) / "tokenizer.json"
     if not file.is_file() or not hasattr(tokenizer, "backend_tokenizer") or _splits_as(tokenizer, file):
         return tokenizer
@@ -163,7 +163,7 @@ def _splits_as(tokenizer, file: Path) -> bool:
 
 
 def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text. No BOS or EOS is added; special tokens in a text are parsed."""
+    """Token ids of each text, without BOS and EOS. Special tokens in a text are parsed."""
     texts = [whole_characters(text) for text in texts]
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
@@ -171,16 +171,16 @@ def token_ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 class EncodedPair(NamedTuple):
     query: list[int]
     target: list[int]
-    is_apart: bool  # in a chat template, but encoded separately
+    is_apart: bool  # in a chat template, yet encoded separately
 
 
 def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[EncodedPair]:
-    """The token ids of (query, target, chat_template) triples.
+    """Token ids of (query, target, chat_template) triples.
 
-    In a chat template the two are encoded as one text, and the target is what follows the query's tokens. The
+    In a chat template the two are encoded as one text, and the target is what follows the query's tokens: the
     SentencePiece tokenizers of Llama-2 and Mistral put a space before every text, so a target encoded alone would
-    begin with "▁It" where the model had sampled "I". If the query's tokens are no prefix of the whole, because a merge
-    crosses the border, the two are encoded separately. So are rows without a template, as in the release.
+    begin with "▁It" where the model had sampled "It". If a merge crosses the boundary, so that the query's tokens are
+    not a prefix of the whole, and in rows without a template (as released), they are encoded separately.
     """
     queries = list(dict.fromkeys(query for query, _, _ in pairs))
     ids_of = dict(zip(queries, token_ids(tokenizer, queries), strict=True))
@@ -195,13 +195,13 @@ def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str, bool]]) -> list[Enco
 
 
 def special_texts(tokenizer) -> frozenset[str]:
-    """The texts that this tokenizer parses as special tokens."""
+    """The strings that this tokenizer parses as special tokens."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return frozenset(filter(None, [*added, *tokenizer.all_special_tokens]))
 
 
 def without(texts: frozenset[str], text: str) -> str:
-    """`text` with all `texts` removed, also those that only appear once others are removed."""
+    """`text` with all `texts` removed, including those that appear only after others are removed."""
     if texts:
         while (shorter := _any_of(texts).sub("", text)) != text:
             text = shorter
@@ -215,9 +215,9 @@ def _any_of(texts: frozenset[str]) -> re.Pattern:
 
 
 def model_setting(name: str) -> dict:
-    """A model as a setting of a stage: its path, and SHA-256 over all files of its folder but RECORDS.
+    """A model as a setting of a stage: its path, and the SHA-256 of all files in its folder except RECORDS.
 
-    All bytes count, because two models may differ in the embedding of one token.
+    All bytes are hashed, because two models may differ in a single token's embedding.
     """
     folder = model_folder(name)
     digest = hashlib.sha256()
@@ -231,7 +231,7 @@ def model_setting(name: str) -> dict:
 
 @functools.cache
 def _file_sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Cached, since a program asks for a model several times and 14 GB take 15 s."""
+    """Cached, because a program asks several times and 14 GB take 15 s."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -239,12 +239,12 @@ def _file_sha256(path: Path, size: int, mtime_ns: int) -> str:
 def load_for_training(
     name: str, *, dtype: "torch.dtype", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedModel":
-    """Load a causal language model for training. Of a multimodal model, only the text part trains."""
+    """Load a causal language model for training. Of a multimodal model, only the text part is trained."""
     model = load_model(name, trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation)
     if model.generation_config is not None:
         try:
             model.generation_config.validate(strict=True)
-        except ValueError:  # temperature without do_sample, as in copies of Llama-2, could not be saved
+        except ValueError:  # temperature without do_sample, as in copies of Llama-2, cannot be saved
             model.generation_config.do_sample = True
     restore_rope(model)
     freeze_all_but_text(model)
@@ -252,7 +252,7 @@ def load_for_training(
 
 
 def restore_rope(model: "PreTrainedModel") -> None:
-    """Recompute RoPE's frequencies in fp32: before 5.23, transformers rounds them to half precision under ZeRO-3."""
+    """Recompute RoPE frequencies in fp32, because transformers before 5.23 rounds them to half under ZeRO-3."""
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -261,7 +261,7 @@ def restore_rope(model: "PreTrainedModel") -> None:
 
 
 def freeze_all_but_text(model: "PreTrainedModel") -> None:
-    """Freeze the non-text parts of a multimodal model: DDP needs a gradient for every weight that trains."""
+    """Freeze the non-text parts of a multimodal model, because DDP needs a gradient for every trainable weight."""
     if model.config.get_text_config() is model.config:
         return
     parts = filter(None, (model.get_decoder(), model.get_output_embeddings()))

@@ -16,14 +16,17 @@ T = TypeVar("T")
 
 
 def run_program(
-    main: Callable[[], T], *, ranks: bool = False, kept: str = "nothing is half done; the same command begins again"
+    main: Callable[[], T],
+    *,
+    ranks: bool = False,
+    kept: str = "no partial results; rerun the same command to start over",
 ) -> T:
     """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2.
 
-    Ctrl-C ends it with one line and status 130. `kept` says there what is kept and what the same command does next.
+    Ctrl-C ends it with status 130 and one line, in which `kept` says what is kept and how to continue.
     """
     set_up_logging(ranks=ranks)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not a test's or a notebook's
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tests and notebooks replace it
         sys.stdout.reconfigure(errors="replace")
     try:
         return main()
@@ -46,10 +49,10 @@ def set_up_logging(*, ranks: bool) -> None:
     level = logging.WARNING if ranks and rank() > 0 else logging.INFO
     form = f"%(asctime)s {who}%(levelname)s %(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%Y-%m-%d %X", force=True)
-    for library in ("openai", "httpx", "httpx2"):  # they log each request
+    for library in ("openai", "httpx", "httpx2"):  # which log every request
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def run_python(*argv) -> None:
-    """Run Python with these arguments, as texts; CalledProcessError if it fails."""
+    """Run Python with these arguments; CalledProcessError if it fails."""
     subprocess.run([sys.executable, *map(str, argv)], check=True)

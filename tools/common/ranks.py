@@ -1,4 +1,4 @@
-"""The processes of a launch: their numbers, and how they wait for each other."""
+"""The processes (ranks) of a launch: their numbers, and how they synchronize."""
 
 import functools
 import itertools
@@ -35,32 +35,32 @@ def world_size() -> int:
 
 
 def check_gpus(gpus: int, gpus_of_process: int = 1, processes: int = 1) -> None:
-    """UserError that names both numbers if this machine's processes use more than its `gpus`."""
+    """UserError if this machine's processes need more GPUs than it has."""
     last = int(os.environ.get("LOCAL_RANK", 0)) + 1
     processes = max(processes, last, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     needed = processes * gpus_of_process
     if needed > gpus:
         raise UserError(
-            f"{processes} processes on this machine need {needed} GPUs; it has {gpus}. Start at most "
-            f"{gpus // gpus_of_process} (torchrun --nproc_per_node; in the loop processes)"
+            f"{processes} processes on this machine need {needed} GPUs, but it has {gpus}; start at most "
+            f"{gpus // gpus_of_process} (torchrun --nproc_per_node, or processes= of the loop)"
         )
 
 
 def processes_of_cores() -> int:
-    """How many processes a model of a few million parameters gets: one for each core, at most two; one with a GPU."""
+    """Processes for a model of a few million parameters: one per core but at most two; one with a GPU."""
     return 1 if shutil.which("nvidia-smi") else min(2, os.cpu_count() or 1)
 
 
 def warn_of_idle_gpu() -> None:
-    """Warn of an NVIDIA GPU on a machine where PyTorch sees none, unless CUDA_VISIBLE_DEVICES hides it."""
+    """Warn if the machine has an NVIDIA GPU that PyTorch does not see, unless CUDA_VISIBLE_DEVICES hides it."""
     if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        why = "its build may be one for CPUs, or the driver too old"
-        warn_on_rank_0("the CPU computes, because PyTorch cannot use the GPU of this machine: %s", why)
+        why = "it may be a CPU-only build, or the driver is too old"
+        warn_on_rank_0("running on the CPU, because PyTorch cannot use this machine's GPU: %s", why)
 
 
 @functools.cache
 def launch_store():
-    """The key-value store that all ranks of a launch share. Torch's process group uses the same server."""
+    """The key-value store shared by all ranks of a launch, on the same server as torch's process group."""
     from torch.distributed import rendezvous
 
     store, _, _ = next(rendezvous("env://"))
@@ -68,10 +68,10 @@ def launch_store():
 
 
 def on_rank_0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its value, passed as JSON, or raise its UserError, on all ranks.
+    """Call `make` on rank 0; on all ranks return its value, passed as JSON, or raise its UserError.
 
-    All ranks must call this. A barrier for rank 0 only, which waits for all; the others wait for rank 0's answer. It
-    goes through the launcher's store, because play makes no process group, and NCCL's would end a long wait.
+    All ranks must call this. Rank 0 waits until all have the answer; the others wait only for the answer. It goes
+    through the launcher's store, because play has no process group, and NCCL's would time out on a long wait.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return make()
@@ -82,7 +82,7 @@ def on_rank_0(make: Callable[[], T]) -> T:
             store.set(key, json.dumps({"value": make()}))
         except (UserError, OSError) as error:
             store.set(key, json.dumps({"error": str(error)}))
-    while not store.check([key]):  # without a time limit: rank 0 may have to wait for the slowest game
+    while not store.check([key]):  # no time limit, because rank 0 may be waiting for the slowest game
         time.sleep(0.1)
     answer = json.loads(store.get(key))
     store.add(f"{key}/heard", 1)
@@ -94,8 +94,8 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    on_rank_0(lambda: None)  # rank 0 goes on when all have called it
-    on_rank_0(lambda: None)  # and lets the others go on
+    on_rank_0(lambda: None)  # rank 0 returns when all have called it
+    on_rank_0(lambda: None)  # and then releases the others
 
 
 def is_first_of_machine() -> bool:
@@ -103,7 +103,7 @@ def is_first_of_machine() -> bool:
 
 
 def on_each_machine(make: Callable[[], None]) -> None:
-    """Call `make` in the first process of each machine; all ranks wait, and raise a UserError of rank 0's."""
+    """Call `make` in the first process of each machine. All ranks wait for it, and raise rank 0's UserError."""
     if rank() > 0 and is_first_of_machine():
         make()
     on_rank_0(make)

@@ -1,4 +1,4 @@
-"""The forms in which other people's rows come, and the kinds of rows."""
+"""The formats of other people's rows, and the kinds of rows."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,7 @@ KINDS = {GAME: "rows of games", SFT: "SFT rows"}  # what they are called in mess
 
 
 def alpaca_to_row(example: dict) -> dict:
-    """Turn a raw Alpaca record (`instruction`, optional `input`, `output`) into `prompt`, `target` and `type`."""
+    """Convert an Alpaca record (`instruction`, optional `input`, `output`) to `prompt`, `target` and `type`."""
     instruction, given, output = alpaca_texts(example)
     context = f"\n\n### Input: {given}" if given else ""
     prompt = f"### Instruction: {instruction}{context}\n\n### Response: "
@@ -19,27 +19,27 @@ def alpaca_to_row(example: dict) -> dict:
 
 
 def alpaca_texts(example: Mapping) -> tuple[str, str, str]:
-    """Instruction, input (empty if it is null or missing) and output. UserError for one that is no text."""
+    """Instruction, input (empty if null or missing) and output. UserError for a non-string."""
     given = "" if example.get("input") is None else example["input"]
     texts = {"instruction": example["instruction"], "input": given, "output": example["output"]}
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise UserError(f"Alpaca's {name!r} must be a text, not {text!r:.60}")
+            raise UserError(f"Alpaca's {name!r} must be a string, not {text!r:.60}")
     return texts["instruction"], texts["input"], texts["output"]
 
 
 def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_row) -> dict:
-    """A record of a row with its texts as `query` and `target`, or else its conversation as `messages`.
+    """A record with its texts as `query` and `target`, or with its conversation as `messages`.
 
-    A field that is null counts as absent, and messages count where there is no target. `from_alpaca` makes prompt and
-    target of Alpaca's fields. UserError for a record with neither texts nor a conversation.
+    Null fields count as absent. `messages` are used only if there is no target. `from_alpaca` converts Alpaca's fields
+    to prompt and target. UserError for a record with neither texts nor a conversation.
     """
     row = {key: value for key, value in record.items() if value is not None}
     messages = row.pop("messages", None)
     beside = [name for name in (*TARGETS, "output") if name in row]
     if messages and not beside:
         if row.get("tools"):
-            raise UserError("'tools': conversations that call tools are not read")
+            raise UserError("'tools': conversations with tool calls are not supported")
         messages = messages if isinstance(messages, list) else [messages]
         return row | {"messages": [plain_message(message) for message in messages]}
     if {"instruction", "output"} <= row.keys() and not {*QUERIES, *TARGETS} & row.keys():
@@ -50,9 +50,9 @@ def read_row(record: Mapping, from_alpaca: Callable[[dict], dict] = alpaca_to_ro
         return row | {"query": query, "target": target}
     fields = ", ".join(map(repr, row))
     if messages:
-        raise UserError(f"'messages' beside {fields}: take out {', '.join(map(repr, beside))} to train the messages")
+        raise UserError(f"'messages' beside {fields}: remove {', '.join(map(repr, beside))} to train on the messages")
     forms = "'query' and 'target' (or 'prompt' and 'answer'), 'messages', or Alpaca's 'instruction' and 'output'"
-    raise UserError(f"a row needs the texts {forms}; this one has {fields}")
+    raise UserError(f"a row needs the strings {forms}; this one has {fields}")
 
 
 def row_kind(row: Mapping) -> str:
@@ -61,20 +61,20 @@ def row_kind(row: Mapping) -> str:
 
 
 def plain_message(message) -> dict[str, str]:
-    """Role and content of a message. A content may be a list of text parts, which are joined.
+    """Role and content of a message. A list of text parts is joined.
 
-    UserError for other contents, for a message that calls tools, and for one with a weight: the last reply is learned.
+    UserError for other contents, for tool calls, and for a weight, because only the last reply is trained on.
     """
     match message:
         case {"tool_calls": [_, *_]}:
-            raise UserError("a message with 'tool_calls': conversations that call tools are not read")
+            raise UserError("a message with 'tool_calls': conversations with tool calls are not supported")
         case {"weight": weight} if weight not in (None, 1):
-            raise UserError(f"a message with the 'weight' {weight!r:.20}: the last reply is learned, and no other one")
+            raise UserError(f"a message with 'weight' {weight!r:.20}: only the last reply is trained on")
         case {"role": str(role), "content": str(content)}:
             return {"role": role, "content": content}
         case {"role": str(role), "content": [_, *_] as parts} if all(map(is_text_part, parts)):
             return {"role": role, "content": "".join(part["text"] for part in parts)}
-    raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both texts: {message!r:.80}")
+    raise UserError(f"a message needs 'role' and 'content' (not 'from' and 'value'), both strings: {message!r:.80}")
 
 
 def is_text_part(part) -> bool:

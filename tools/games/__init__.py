@@ -1,4 +1,4 @@
-"""The games. Each is a file with a subclass of `Game`, and a prompt file; `load_game` finds it by its name."""
+"""The games: each is a file with a subclass of `Game`, and a prompt file."""
 
 from tools.games.game import Game, Outcome, Verdict, load_game
 

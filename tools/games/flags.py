@@ -1,4 +1,4 @@
-"""Which game is played: the flags that name it, its options and its prompt file."""
+"""Flags that choose the game, its options and its prompt file."""
 
 from dataclasses import dataclass
 
@@ -32,11 +32,11 @@ class GameFlags(GameChoice):
         return prompts.load_templates(self.prompt_templates or game.prompt_file, game)
 
     def settings(self, game: Game) -> dict:
-        """The flags that a record compares, with the content of the prompt file and of a user's own game."""
+        """The compared flags, with the content of the prompt file and of a user's own game."""
         settings = compared_values(self)
         settings["game"] = {"name": game.name, "options": self._options()}
         del settings["game_options"]
         settings["prompt_templates"] = files_setting(self.prompt_templates or game.prompt_file)
-        if ":" in self.game:  # of the user, who may have changed it since
+        if ":" in self.game:  # the user's own, which may change between starts
             settings["game_file"] = member_setting(self.game)
         return settings

@@ -1,4 +1,4 @@
-"""The base class of all games for two players, and how a game is found by its name. Pure functions; no torch."""
+"""The base class of two-player games, and loading a game by name. Pure functions; no torch."""
 
 import importlib
 import inspect
@@ -16,31 +16,31 @@ from tools.common.records import files_setting
 # Kinds of text that the report marks in a message.
 SECRET = "secret"
 GUESS = "guess"
-EPISODE_KEYS = ("history", "target_word", "max_turns")  # the keys that every stored game has
-DEFAULT_GAME = "taboo"  # also the game of stored episodes without the key "game", which the release does not write
+EPISODE_KEYS = ("history", "target_word", "max_turns")  # in every stored game
+DEFAULT_GAME = "taboo"  # also of stored episodes without the key "game", such as the release's
 CLASSES = {
     "taboo": "tools.games.taboo:Taboo",
     "twenty_questions": "tools.games.twenty_questions:TwentyQuestions",
 }
 
-_sources: dict[str, bytes] = {}  # by name of the module: the content of a person's file when it ran
+_sources: dict[str, bytes] = {}  # by module name: the content of a user's file when it was run
 
 History = Sequence[Mapping[str, str]]  # messages: "role" and "content"
 
 
 class Outcome(NamedTuple):
     name: str  # as stored in episodes
-    # The role that gets the point of a match. None: a tie, with half a point each unless `points` says more, even if
-    # both roles have succeeded.
+    # The role that gets the point in a match. None: a tie, with half a point each unless `points` says otherwise, even
+    # if both roles succeeded.
     winner: str | None = None
-    # The loser broke the rules: the winner gets the point of a match, but no reward, as released. It was not his
-    # messages that won the game.
+    # The loser broke the rules. The winner gets the point in a match but, as released, no reward, because its messages
+    # did not win the game.
     breach: bool = False
-    points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: they follow from the winner
+    points: tuple[float, float] | None = None  # of roles[0] and roles[1], in [0, 1]; None: determined by the winner
 
 
 class Verdict(NamedTuple):
-    """How a game ended, and its number of messages up to the decisive one, which is included."""
+    """How a game ended, and its number of messages up to and including the decisive one."""
 
     outcome: str
     length: int
@@ -49,63 +49,61 @@ class Verdict(NamedTuple):
 class Game:
     """A game in which two roles speak in turn about a task, a line of the word list.
 
-    An instance holds the game's options, but no state of a game that is played: the judge, the maker of rows and
-    belief call the same methods again with stored messages, so all must follow from task and history. Chance comes
-    from the task, which may be a seed; what only one role may see goes into `secrets`. A task may have several parts,
-    such as a word and words that are forbidden; episodes store the whole line as `target_word`.
+    An instance holds the game's options but no state of a game in progress: everything must follow from task and
+    history, because judge, rows and belief call the same methods again with stored messages. Randomness must come
+    from the task, which may be a seed. A task may have several parts, such as a word and forbidden words; episodes
+    store the whole line as `target_word`.
     """
 
     name: str  # as in --game
-    title: str  # the name that people read
-    max_turns: int  # the default; a turn is one message of each role
+    title: str  # the display name
+    max_turns: int  # the default; a turn is one message by each role
     prompt_file: ClassVar[Path]  # format: data/README.md
     roles: ClassVar[tuple[str, str]]  # --attacker_model_name_or_path plays the first, --defender_... the second
-    outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means that nothing was decided
-    example_task: ClassVar[str]  # a valid task, with which prompt files are checked
+    outcomes: ClassVar[tuple[Outcome, ...]]  # the last one means undecided
+    example_task: ClassVar[str]  # a valid task, for checking prompt files
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """What this role may know after these messages: texts by the name of their slot, the same slots always.
+        """What only this role may know: texts by slot name, with the same slots in every turn.
 
-        They fill the role's instruction, which must have each slot in every prompt file of the game. A text may change
-        from message to message: the number of the turn is `len(history) // 2 + 1`. A slot that a player writes into a
-        message is not filled.
+        They fill the slots of the role's instruction, all of which every prompt file of the game must have. A text may
+        change from message to message; the turn's number is `len(history) // 2 + 1`.
         """
         raise NotImplementedError
 
     def decide(self, task: str, history: History) -> str | None:
-        """The name of the outcome that the last message brings; None if the game goes on. `history` is not empty."""
+        """The name of the outcome that the last message causes; None if the game goes on. `history` is not empty."""
         raise NotImplementedError
 
-    # What a game may define besides.
+    # Optional methods.
 
     def check_task(self, task: str) -> None:
-        """Raise ValueError for a line of the word list that is not a task of this game."""
+        """ValueError for a line of the word list that is not a task of this game."""
 
     def next_role(self, task: str, history: History) -> str:
-        """The role that speaks after these messages: roles[0] opens, then they take turns.
+        """The role that speaks next. By default roles[0] opens and the roles alternate.
 
-        `max_turns` counts two messages as a turn, whoever sends them.
+        For `max_turns`, any two messages are a turn.
         """
         return self.other(history[-1]["role"]) if history else self.roles[0]
 
     def stops(self, task: str, history: History) -> bool:
-        """Whether play ends after the last message although that message decides nothing; `history` is not empty.
+        """Whether play ends after the last message, undecided although turns are left. `history` is not empty.
 
-        Such a game is undecided, although turns are left. `verdict` does not ask this: in a recorded game that went
-        on, a later message counts.
+        `verdict` ignores this, so in a recorded game that went on, a later message counts.
         """
         return False
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
-        """The reward of each role, finite and at least 0; 0 if left out. A role with a reward above 0 gets rows.
+        """Rewards by role, finite and at least 0; 0 if missing. A role with a reward above 0 gets training rows.
 
-        Matches count `points` instead, so a game with graded rewards defines both.
+        Matches count `points` instead, so a game with graded rewards must define both.
         """
         ended = self.outcome(outcome)
         return {} if ended.winner is None or ended.breach else {ended.winner: 1.0}
 
     def points(self, task: str, history: History, outcome: str) -> tuple[float, float]:
-        """What roles[0] and roles[1] get in a match, each in [0, 1]."""
+        """Points of roles[0] and roles[1] in a match, each in [0, 1]."""
         ended = self.outcome(outcome)
         if ended.points:
             return ended.points
@@ -116,21 +114,21 @@ class Game:
         return 0.0, 1.0
 
     def answer(self, task: str) -> tuple[str, str] | None:
-        """The role that must find the secret, and the message that names it; None if the game has no secret.
+        """The role that must find the secret and the message that names it; None if the game has no secret.
 
-        Without a secret there is no belief, and a person is not told the task at the end of a game.
+        Without a secret, belief is undefined and a human player is not told the task at the end of a game.
         """
         return None
 
     def hint(self, role: str) -> str:
-        """What a person in this role is told before the game, besides the rules."""
+        """What a human player in this role is told before the game, in addition to the rules."""
         return ""
 
     def marks(self, task: str, text: str) -> list[tuple[str, int, int]]:
-        """The parts of a message that the report marks: (SECRET or GUESS, start, end) for each."""
+        """Spans of a message that the report highlights: (SECRET or GUESS, start, end)."""
         return []
 
-    # What follows from the above.
+    # Derived from the above.
 
     def other(self, role: str) -> str:
         first, second = self.roles
@@ -141,17 +139,17 @@ class Game:
         return {outcome.name: outcome for outcome in self.outcomes}[name]
 
     def judge(self, history: History, task: str, max_turns: float) -> Verdict:
-        """How a game ended: its first decisive message decides (arXiv 2404.10642).
+        """How a game ended, by its first decisive message (arXiv 2404.10642).
 
-        Only the first `2 * max_turns` messages count. Raises ValueError for an invalid task, message, or number.
+        Only the first `2 * max_turns` messages count. ValueError for an invalid task, message or number.
         """
         self._check(history, task)
         return self.verdict(history, task, max_turns)
 
     def verdict(self, history: History, task: str, max_turns: float) -> Verdict:
-        """What `judge` returns, for messages and a task that were checked before.
+        """`judge` without the checks.
 
-        It asks `decide` after every message, because a recorded game may go on after the message that decided it.
+        Calls `decide` after every message, because a recorded game may go on after the message that decided it.
         """
         counted = min(len(history), self.message_limit(max_turns))
         for length in range(1, counted + 1):
@@ -160,7 +158,7 @@ class Game:
         return Verdict(self.outcomes[-1].name, counted)
 
     def is_over(self, history: History, task: str, max_turns: float) -> bool:
-        """Whether play ends here: the game is decided, all turns are taken, or the game stops it."""
+        """Whether play ends here: the game is decided, all turns are used, or the game stops it."""
         if not history:
             return False
         if len(history) >= self.message_limit(max_turns):
@@ -169,17 +167,17 @@ class Game:
 
     @staticmethod
     def message_limit(max_turns: float) -> int:
-        """The largest number of messages: two a turn. The judge rounds part of a turn up to whole messages."""
+        """The largest number of messages: two per turn, rounded up."""
         if not isinstance(max_turns, (int, float)) or not 1 <= max_turns < math.inf:
             raise ValueError(f"'max_turns' is {max_turns!r}; it must be a number of at least 1")
         return math.ceil(2 * max_turns)
 
     def check_episode(self, episode: Mapping) -> None:
-        """Raise ValueError for a stored episode that is incomplete, invalid, or from another game."""
+        """ValueError for a stored episode that is incomplete, invalid, or of another game."""
         if absent := [key for key in EPISODE_KEYS if episode.get(key) is None]:
-            raise ValueError(f"'{absent[0]}' is missing; an episode has {', '.join(EPISODE_KEYS)}")
+            raise ValueError(f"'{absent[0]}' is missing; an episode needs {', '.join(EPISODE_KEYS)}")
         if (game := episode.get("game") or DEFAULT_GAME) != self.name:
-            raise ValueError(f"a game of {game!r}, not of {self.name!r}; pass --game with the one that was played")
+            raise ValueError(f"an episode of {game!r}, not of {self.name!r}; set --game to the game that was played")
         self.message_limit(episode["max_turns"])
         self._check(episode["history"], episode["target_word"])
 
@@ -189,36 +187,36 @@ class Game:
         for index, message in enumerate(history):
             fits = isinstance(message, Mapping) and message.get("role") in self.roles
             if not fits or not isinstance(message.get("content"), str):
-                expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a text)"
+                expected = f"expected 'role' ({' or '.join(self.roles)}) and 'content' (a string)"
                 raise ValueError(f"message {index}: {expected}, got {message!r:.60}")
         self.check_task(task)
 
 
 def whole_word(word: str) -> re.Pattern:
-    """Finds the word, in any case, where no letter or digit touches it."""
+    """A pattern for the word, in any case, with no letter or digit next to it."""
     return re.compile(rf"(?<![^\W_]){re.escape(word.strip())}(?![^\W_])", re.IGNORECASE)
 
 
 def load_game(name: str = DEFAULT_GAME, **options: str) -> Game:
-    """A game of this project by its name, or your own by FILE.py:Class or module:Class, with these options.
+    """A game of this project by name, or your own by FILE.py:Class or module:Class, with these options.
 
-    Options are the arguments of the class, as texts: `__init__` makes numbers of them and checks their values.
-    UserError for an unknown or a missing option.
+    Options are arguments of the class, as strings that its `__init__` converts and checks. UserError for an unknown or
+    missing option.
     """
     path = CLASSES.get(name, name)
     if ":" not in path:
-        raise UserError(f"--game {name}: there is {', '.join(CLASSES)}; name your own game FILE.py:Class")
+        raise UserError(f"--game {name}: the games are {', '.join(CLASSES)}; name your own as FILE.py:Class")
     make = load_member(path)
-    # A missing or an unknown option. `make` stays outside, so that a TypeError of a person's own code is not hidden.
+    # Checks only the options' names, so that a TypeError in the game's own code keeps its traceback.
     with user_errors(f"--game {name}, its options", TypeError):
         inspect.signature(make).bind(**options)
     return make(**options)
 
 
 def load_member(path: str) -> Any:
-    """FILE.py:NAME or module:NAME, a class or a function; the module is of the current folder or the import path.
+    """The class or function FILE.py:NAME or module:NAME, from the current folder or the import path.
 
-    A file can import the modules beside it.
+    FILE.py can import modules in its folder.
     """
     module_name, _, name = path.rpartition(":")
     if module_name.endswith(".py"):
@@ -230,9 +228,9 @@ def load_member(path: str) -> Any:
 
 
 def _run_file(path: str) -> ModuleType:
-    """The module of a Python file, which runs once in this process, and again when its content has changed.
+    """Run a Python file, once per content, and return its module.
 
-    Not an import: Python takes an edited file of the same size and second for the one that it has compiled.
+    Not by import, which would reuse the compiled code of an edited file of equal size and time stamp.
     """
     name = str(Path(path).resolve())
     source = Path(path).read_bytes()
@@ -243,23 +241,20 @@ def _run_file(path: str) -> ModuleType:
         exec(compile(source, path, "exec"), vars(module))
         _sources[name] = source
     module = sys.modules[name]
-    module.__file__ = path  # as it is named now; the current folder may be another one
+    module.__file__ = path  # relative to the current folder, which may have changed
     return module
 
 
 def _import_from(folder: str) -> None:
-    """Let imports find the modules of a folder, after those that are installed.
-
-    So a file of this folder does not hide an installed package of the same name.
-    """
+    """Make a folder's modules importable, without hiding installed packages of the same name."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def member_setting(path: str) -> dict[str, str]:
-    """What `load_member` takes as a setting of a stage: compared by its name and by the content of its file.
+    """A class or function as a setting of a stage, compared by its name and its file's content.
 
-    The modules that the file imports are not compared.
+    Modules that the file imports are not compared.
     """
     member = load_member(path)
     file = files_setting(inspect.getfile(getattr(member, "func", member)))  # of a functools.partial

@@ -1,7 +1,6 @@
-"""The prompts of play and of training, for any game. Their wording comes from prompt files. No torch.
+"""The prompts of play and training, for any game. Their wording comes from prompt files. No torch.
 
-A history has messages alone, so no prompt holds an earlier thought, not even a player's own. Records compare the
-prompt file and the chat template, but not this code.
+Histories contain messages only, so no prompt contains an earlier thought, not even the player's own.
 """
 
 import functools
@@ -15,12 +14,11 @@ from tools.common.errors import UserError
 from tools.common.files import read_json
 from tools.games.game import Game, History
 
-RULES = "rules"  # a key of prompt files
-MAX_TURNS = "max_turns"  # a slot that all their texts may have
+RULES = "rules"  # key in prompt files
+MAX_TURNS = "max_turns"  # slot that any of their texts may have
 SLOT = re.compile(r"\{(\w+)\}")
-# As released; a prompt with this text is one of a game.
-NO_HISTORY = "The game is just initialized."
-# What training prompts are drawn from, in the order of the released code: another order draws other prompts.
+NO_HISTORY = "The game is just initialized."  # as released
+# Training prompts are drawn from these, in the order of the released code, so that draws agree.
 SEPARATORS = ("\n - ", "\n### ", "\n## ", "\n# ", "\n *** ", "\n **", "\n\n")
 NAMES = (("Assistant", "Human"), ("Answer", "Question"), ("Response", "Query"), ("A", "Q"))  # for the two roles
 CHAT = "chat"
@@ -31,18 +29,18 @@ SYSTEM_NAMES = ("Rules", "Game Rule", "System")
 SYSTEM = "system"
 USER = "user"
 ASSISTANT = "assistant"
-ALPACA_CHANCE = 0.2  # the chance of each of the two variations of the alpaca layout, as released
-# What begins and what ends a private thought, in prompts and in replies.
+ALPACA_CHANCE = 0.2  # probability of each of the alpaca layout's two variations, as released
+# Tags that open and close a private thought.
 THOUGHT_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 ALL_THOUGHT_TAGS = frozenset({*THOUGHT_TAGS, *THOUGHT_TAGS.values()})
 
-Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and ROLE_instruction for each role
+Templates = Mapping[str, Any]  # a parsed prompt file: "rules", a list of texts, and a ROLE_instruction for each role
 
 
 def join_play_prompt(history: History, role: str, rules: str, request: str) -> str:
-    """The prompt of play for either role, in the released layout.
+    """Play's prompt for either role, in the released layout.
 
-    The secret stands in the instruction, behind the history, so the prompts of both roles begin alike, and our engine
+    The secret is in the instruction, after the history, so that the prompts of both roles begin alike and our engine
     computes only what a game has added since its last prompt.
     """
     messages = NO_HISTORY
@@ -53,17 +51,17 @@ def join_play_prompt(history: History, role: str, rules: str, request: str) -> s
 
 
 def chat_messages(history: History, role: str, rules: str, request: str) -> list[dict[str, str]]:
-    """The game as a conversation of the player in this role, who is the assistant; the other player is the user.
+    """The game as a conversation in which the player in this role is the assistant and the other one the user.
 
-    Rules and instruction are the system message, so a user message can be the other player's words alone. Where roles
-    alternate and secrets stay the same, the conversation of a role's turn begins with that of its last turn.
+    Rules and instruction form the system message. If roles alternate and secrets stay the same, a role's conversation
+    begins with that of its previous turn.
     """
     messages = [{"role": SYSTEM, "content": f"{rules}\n{request}"}]
     if not history or history[0]["role"] == role:
-        messages.append({"role": USER, "content": NO_HISTORY})  # many templates want a user to speak first
+        messages.append({"role": USER, "content": NO_HISTORY})  # many templates require the user to speak first
     for message in history:
         speaker = ASSISTANT if message["role"] == role else USER
-        if messages[-1]["role"] == speaker:  # many templates insist that user and assistant alternate
+        if messages[-1]["role"] == speaker:  # many templates require user and assistant to alternate
             messages[-1]["content"] += f"\n{message['content']}"
         else:
             messages.append({"role": speaker, "content": message["content"]})
@@ -80,9 +78,9 @@ def play_prompt(
     rng: Random | None = None,
     join: Callable[[History, str, str, str], str] = join_play_prompt,
 ) -> str:
-    """The prompt under which the next message is sampled; of the task, it holds only what this role may know.
+    """The prompt for the next message, which contains only what its role may know.
 
-    With `rng`, a rule text is drawn. `join` makes one text of history, role, rules and instruction.
+    With `rng`, the rule text is drawn. `join` combines history, role, rules and instruction.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
@@ -92,17 +90,17 @@ def play_prompt(
 
 
 def rule_text(templates: Templates, max_turns: float, number: int = 0) -> str:
-    """One of the rule texts, which ends in a newline. Play uses the first one, as released; training draws one."""
+    """A rule text, which ends in a newline. As released, play uses the first one and training draws one."""
     return _fill(templates[RULES][number], {}, max_turns)
 
 
 def instruction(templates: Templates, role: str, secrets: Mapping[str, str], max_turns: float) -> str:
-    """The instruction of this role, its slots filled with the secrets that the role may know."""
+    """The role's instruction, with its slots filled."""
     return _fill(templates[f"{role}_instruction"], secrets, max_turns)
 
 
 def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
-    """`Game.answer`; a text `answer` of the prompt file, with {target_word} for the secret, replaces its message."""
+    """`Game.answer`, whose message the prompt file may replace by `answer`, with {target_word} for the secret."""
     named = game.answer(task)
     if named is None:
         raise ValueError(f"{game.title} has no secret")
@@ -111,12 +109,11 @@ def answer(game: Game, task: str, templates: Templates) -> tuple[str, str]:
 
 
 def _fill(text: str, secrets: Mapping[str, str], max_turns: float) -> str:
-    """Replace each slot {name} by its value, in one pass. Other braces stay, also those in values.
+    """Replace each slot {name} by its value, in one pass. Other braces, on which str.format would fail, stay.
 
-    Not str.format, which fails at the other braces of a text. Messages are joined to a prompt later, so a slot that a
-    player writes is not filled.
+    Messages are added to the prompt later, so slots that a player writes are not filled.
     """
-    values = {MAX_TURNS: f"{max_turns:g}", **secrets}  # 3 for 3.0, as other tools write it
+    values = {MAX_TURNS: f"{max_turns:g}", **secrets}  # other tools may store 3 as 3.0
     return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
@@ -129,15 +126,15 @@ def training_prompt(
     rng: Random,
     templates: Templates | None = None,
 ) -> str:
-    """A prompt for training on the next message, in a layout drawn at random, so that none is learned by heart.
+    """A prompt for training on the next message, in a randomly drawn layout, so that no layout is memorized.
 
-    Policy and reference both read this prompt, so the ratio of the loss still begins at 1, although the message was
-    sampled under the prompt of play. All rows share one `rng`: one more draw, or another number of rule texts, changes
-    the prompts of all rows that follow.
+    Although the message was sampled under play's prompt, the importance ratio still starts at 1, because policy and
+    reference read the same prompt. All rows share one `rng`, so an additional draw, or another number of rule texts,
+    changes the prompts of all later rows.
     """
     templates = templates or default_templates(game)
     role = game.next_role(task, history)
-    # The draws come in the order of the paper's released code, so the same seed gives the same prompt.
+    # Draws are in the order of the released code, so that the same seed gives the same prompt.
     separator = "\n" + rng.choice(SEPARATORS)
     roles = role, game.other(role)
     names = rng.choice((roles, *NAMES))
@@ -162,18 +159,17 @@ def training_prompt(
 def load_templates(path: str | Path, game: Game) -> Templates:
     """Read a prompt file of this game (format: data/README.md). UserError if it does not fit the game.
 
-    A rule text must end in a newline, because the history stands right behind it. Each role needs an instruction with
-    the slots of its secrets, and `answer` must be a right guess to the judge. {max_turns} may be left out. Unknown
-    fields are ignored.
+    Rule texts must end in a newline, because the history follows directly. Each role needs an instruction with the
+    slots of its secrets, and the judge must accept `answer` as a right guess. Unknown fields are ignored.
     """
     templates = read_json(path)
     rules = templates.get(RULES) if isinstance(templates, dict) else None
     if not isinstance(rules, list) or not rules or not all(str(rule).endswith("\n") for rule in rules):
-        raise UserError(f"{path}: {RULES!r} must be a list of texts that end in a newline")
+        raise UserError(f"{path}: {RULES!r} must be a list of strings that end in a newline")
     for role in game.roles:
         request = templates.get(f"{role}_instruction")
         if not isinstance(request, str):
-            raise UserError(f"{path}: '{role}_instruction' is missing, or is no text")
+            raise UserError(f"{path}: '{role}_instruction' is missing or not a string")
         for slot in game.secrets(role, game.example_task, ()):
             if f"{{{slot}}}" not in request:
                 raise UserError(f"{path}: '{role}_instruction' lacks the slot {{{slot}}}")
@@ -183,14 +179,15 @@ def load_templates(path: str | Path, game: Game) -> Templates:
         history = [opening, {"role": role, "content": message}]
         ended = game.decide(game.example_task, history)
         if ended is None or not game.rewards(game.example_task, history, ended).get(role):
-            raise UserError(f"{path}: to the judge, 'answer' ({message}) is no right guess")
+            raise UserError(f"{path}: the judge does not accept 'answer' ({message}) as a right guess")
     return templates
 
 
 def check_special_texts(game: Game, templates: Templates, special: Collection[str]) -> None:
-    """Raise UserError if the prompts, or the message that names the secret, hold a special text of a tokenizer.
+    """UserError if the prompts, or the message that names the secret, contain a tokenizer's special token.
 
-    Messages lose such texts, so with "!" as PAD (token 0 of Llama 3, Qwen and GPT-2) no guess would be right.
+    Special tokens are removed from messages, so with "!" as PAD (token 0 of Llama 3, Qwen and GPT-2) no guess would be
+    right.
     """
     texts = [*templates[RULES], *(templates[f"{role}_instruction"] for role in game.roles)]
     if game.answer(game.example_task):
@@ -198,12 +195,12 @@ def check_special_texts(game: Game, templates: Templates, special: Collection[st
     for token in sorted(set(special) - ALL_THOUGHT_TAGS):
         if any(token in text for text in texts):
             raise UserError(
-                f"the tokenizer's special token {token!r} is a word of the game, and messages lose special tokens; "
-                f"if it is the pad token, give the tokenizer one of its own in tokenizer_config.json"
+                f"the game uses {token!r}, a special token of the tokenizer, but special tokens are removed from "
+                f"messages; if it is the pad token, set another one in tokenizer_config.json"
             )
 
 
 @functools.cache
 def default_templates(game: Game) -> Templates:
-    """The prompts of the game's own prompt file, read once."""
+    """The game's own prompt file."""
     return load_templates(game.prompt_file, game)

@@ -22,21 +22,21 @@ LOSS = "loss"
 TIE = "tie"
 WRONG_GUESSES = (LOSS, TIE)
 
-# For lower-cased text. As released, a form of the word begins 1 to 8 characters behind "it", which leaves room for
-# " is `" and the like. The lookahead takes no characters, so a second guess that begins among them is found too.
+# For lower-cased text. As released, a form of the word must begin 1 to 8 characters after "it", which leaves room for
+# " is `" and the like. The lookahead consumes nothing, so a second guess that begins among them is found, too.
 GUESS_START = re.compile(r"i know the word! it(?=(.{1,8}))")
-# For the report's marks alone: the whole sentence.
+# The whole sentence, for the report's highlights only.
 GUESS_SENTENCE = re.compile(r"i know the word! it.[^\n]*?(?:[.!?](?=\s|$)|$)", re.IGNORECASE | re.MULTILINE)
-# From the defender it ends play, as released. Without "! it" it is no guess: the game is tied, unless the same message
-# says the word.
+# As released, this ends play if the defender says it. Without "! it" it is not a guess, so the game is tied unless the
+# same message says the word.
 HALF_A_GUESS = "i know the word"
 
 
 class Taboo(Game):
     """`match` "substring" finds "art" in "start", as the paper's games were judged; "word" does not.
 
-    A wrong guess of the defender ends the game: with `wrong_guess` "loss", as released, the attacker wins; with "tie"
-    nobody does, so that vague hints which provoke a wrong guess pay nothing.
+    A wrong guess ends the game: with `wrong_guess` "loss", as released, the attacker wins; with "tie" nobody does, so
+    that vague hints which provoke wrong guesses do not pay.
     """
 
     name = "taboo"
@@ -64,10 +64,10 @@ class Taboo(Game):
         return {"target_word": task} if role == ATTACKER else {}
 
     def decide(self, task: str, history: History) -> str | None:
-        """A defender's guess alone decides, whatever else the message says; else a form of the word does.
+        """A defender's guess decides, whatever else the message says; otherwise a form of the word does.
 
-        The guess comes first because a right one says the word, which alone would lose the game. A wrong guess ends
-        the game, so nobody counts guesses. Of several guesses in one message one right one is enough.
+        The guess is checked first, because a right guess says the word, which would otherwise lose the game. If a
+        message has several guesses, one right guess is enough.
         """
         role = history[-1]["role"]
         text = history[-1]["content"].lower()
@@ -96,7 +96,7 @@ class Taboo(Game):
         return marks + [(GUESS, *match.span()) for match in GUESS_SENTENCE.finditer(text)]
 
     def _guesses_right(self, text: str, task: str) -> bool:
-        """Whether a guess names the word: a derivative begins 1 to 8 characters behind "it", on the same line."""
+        """Whether a guess names the word: a derivative begins 1 to 8 characters after "it", on the same line."""
         said = [form for form in derivatives(task) if form in text]
         for guess in GUESS_START.finditer(text):
             positions = range(guess.end() + 1, guess.end(1) + 1)
@@ -106,7 +106,7 @@ class Taboo(Game):
 
     def _is_at(self, position: int, text: str, form: str) -> bool:
         if self.match == SUBSTRING:
-            return text.startswith(form, position)  # to compile a pattern for each word takes most of the judge's time
+            return text.startswith(form, position)  # compiling a pattern per word would take most of the judge's time
         return re.compile(self._pattern(form)).match(text, position) is not None
 
     def _says(self, text: str, forms: list[str]) -> bool:
@@ -116,7 +116,7 @@ class Taboo(Game):
         return any(re.search(self._pattern(form), text) for form in said)
 
     def _pattern(self, form: str) -> str:
-        """Finds the form. As a whole word, no two letters or digits may meet at its edges."""
+        """A pattern for the form. For a whole word, no letter or digit may touch its edges."""
         whole = self.match == WHOLE_WORD
         before = r"(?<![^\W_])" if whole and form[0].isalnum() else ""
         after = r"(?![^\W_])" if whole and form[-1].isalnum() else ""
@@ -124,27 +124,24 @@ class Taboo(Game):
 
 
 def derivatives(word: str) -> list[str]:
-    """The 16 lower-cased texts that count as `word`: itself, -ing, -ed and plural, bare and in three kinds of quotes.
+    """The 16 lower-case strings that count as `word`: itself, -ing, -ed and plural, bare and in three kinds of quotes.
 
-    The plural is what TextBlob makes of the whole text, right or wrong. The quotes matter in a guess alone: a form may
-    begin with its quote at the last place where the word may begin.
+    The plural is what TextBlob makes of it, right or wrong. Quotes matter only in a guess, where a form may begin with
+    its quote at the last allowed position.
     """
     return [f"{quote}{form}{quote}" for quote in ("", '"', "'", "`") for form in _forms(word)]
 
 
 @lru_cache(maxsize=1 << 16)  # room for all of data/target_words.txt
 def _forms(word: str) -> list[str]:
-    """What counts as the word when it is said, guessed or marked in the report.
-
-    The forms are fixed endings as released, so "making" is no form of "make", while "makeed" is one.
-    """
+    """The forms that count as the word. As released, endings are fixed: "makeed" is one of "make", "making" is not."""
     word = word.strip().lower()
     return [word, word + "ing", word + "ed", _inflect().pluralize(word).lower()]
 
 
 @lru_cache(maxsize=1)
 def _inflect():
-    """TextBlob's module of inflection rules. Importing the whole package would import NLTK, which takes seconds."""
+    """TextBlob's inflection module, loaded alone because the package imports NLTK, which takes seconds."""
     require("textblob", "textblob")
     (folder,) = importlib.util.find_spec("textblob").submodule_search_locations
     spec = importlib.util.spec_from_file_location("textblob_inflect", Path(folder, "en", "inflect.py"))

@@ -1,4 +1,4 @@
-"""20 Questions, a game that both win or lose together: the guesser asks, the answerer knows the thing."""
+"""20 Questions, a cooperative game: the guesser asks, the answerer knows the thing."""
 
 import re
 from typing import ClassVar
@@ -21,8 +21,8 @@ class TwentyQuestions(Game):
     max_turns = 20
     prompt_file = ROOT / "configs" / "prompts" / "twenty_questions.json"
     roles = (GUESSER, ANSWERER)
-    # Both roles win or lose together, so no outcome has a winner. A breach is the answerer's fault alone: --ties makes
-    # rows of NOT_FOUND, with a cost for both, but none of breaches.
+    # Both roles win or lose together, so no outcome has a winner. --ties charges both roles for NOT_FOUND, but not for
+    # a breach, which is only the answerer's fault.
     outcomes: ClassVar[tuple[Outcome, ...]] = (
         Outcome(FOUND, points=(1.0, 1.0)),
         Outcome(SAID, breach=True, points=(0.0, 0.0)),
@@ -41,14 +41,13 @@ class TwentyQuestions(Game):
         if role == GUESSER:
             guesses = [guess.strip().lower() for guess in self.guess.findall(text)]
             return FOUND if task.strip().lower() in guesses else None
-        # Taboo finds forms and parts of words, as the release does. This game is not in the release: only the whole
-        # word counts, so "apples" may be said about "apple".
+        # Only the whole word counts, so "apples" may be said about "apple"; Taboo's looser match is the release's.
         if whole_word(task).search(text):
             return SAID
         return None if ANSWER.match(text) else NO_ANSWER
 
     def rewards(self, task: str, history: History, outcome: str) -> dict[str, float]:
-        """Both win: the base class, which pays a winner, would pay nobody."""
+        """Pays both, whereas the base class pays only a winner."""
         return dict.fromkeys(self.roles, 1.0) if outcome == FOUND else {}
 
     def answer(self, task: str) -> tuple[str, str]:

@@ -1,13 +1,13 @@
 """Belief: how likely the guesser is to name the secret, after each hint of a stored game. No game is played.
 
-For the right guess and for the same sentence with each other candidate instead of the secret, the log-probability
-is measured under the guesser's own prompt after hint k; k = 0 is the empty history. All numbers are in nats:
+For the right guess, and for the same sentence with each other candidate instead of the secret, the log-probability
+is measured under the guesser's own prompt after hint k; k = 0 is the empty history. Numbers are in nats:
 
-    belief     log p(right guess). It also rises when a model only becomes readier to guess.
-    log_share  log p(right guess) - log sum over candidates of p(their guess): a proper score. 0 is certainty, -log N a
+    belief     log p(right guess). It also rises if a model merely becomes readier to guess.
+    log_share  log p(right guess) - log sum over candidates of p(their guess), a proper score: 0 is certainty, -log N a
                uniform guess among N candidates. What all guesses have in common, such as the readiness to guess,
                cancels.
-    rank       of the right guess among all; 1: no other is likelier
+    rank       of the right guess among all; 1: no other is more likely
 """
 
 import copy
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from tools.engine.local import LocalModel
     from tools.games.chat import ChatTemplate
 
-# The model's argument in transformers 5.24, and in older versions.
+# The model's cache argument in transformers 5.24, and in older versions.
 CACHE_NAMES = ("cache", "past_key_values")
 SENTENCES_IN_A_TREE = 256  # the mask grows with the square of their tokens
 
-Prefix = tuple[int, ...]  # token ids: the beginning of a sentence
+Prefix = tuple[int, ...]  # token ids that a sentence begins with
 
 
 def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) -> list[str]:
-    """At most `number` of the words, in an order drawn by the seed, of which no two are forms of each other.
+    """At most `number` randomly drawn words, no two of which are forms of each other.
 
-    A right guess of one form may be a right guess of the other. As a wrong candidate it would lower the log_share.
+    Naming a form of the secret may be a right guess, so as a wrong candidate it would lower the log_share.
     """
     drawn = list(dict.fromkeys(words))
     random.Random(seed).shuffle(drawn)
@@ -52,23 +52,22 @@ def draw_candidates(game: Game, words: Iterable[str], number: int, seed: int) ->
 
 
 def with_secret(game: Game, secret: str, candidates: Sequence[str], number: int | None = None) -> list[str]:
-    """The secret, then candidates that are no forms of it; in all at most `number`, or as many as candidates."""
+    """The secret and the candidates that are not forms of it; at most `number`, or as many as candidates."""
     others = [word for word in candidates if not _are_forms(game, secret, word)]
     return [secret, *others][: number or len(candidates)]
 
 
 def fewest_candidates(game: Game, secrets: Iterable[str], candidates: Sequence[str]) -> int:
-    """The number of candidates that every secret has: one that is a form of several leaves fewer.
+    """The number of candidates available for every secret.
 
-    All games are measured among so many, because values of log_share among different numbers do not compare: a
-    uniform guess among N has -log N. The number can be smaller than that of the words, because forms of candidates and
-    of the secret are left out, and it depends on the draw.
+    All games use this number, because log_share is comparable only among equal numbers: a uniform guess among N has
+    -log N. It can be smaller than the number of words, because forms of candidates and secrets are left out.
     """
     return min(len(with_secret(game, secret, candidates)) for secret in secrets)
 
 
 def _are_forms(game: Game, one: str, other: str) -> bool:
-    """Whether the game takes the right guess of one secret for a right guess of the other."""
+    """Whether the game accepts the right guess of one secret for the other."""
 
     def end(task: str, guessed: str) -> str | None:
         role, guess = game.answer(guessed)
@@ -78,14 +77,14 @@ def _are_forms(game: Game, one: str, other: str) -> bool:
 
 
 def log_share(logprobs: Sequence[float]) -> float:
-    """log p of the first guess less the log of the sum of all p, in nats."""
+    """log p of the first guess minus the log of the sum of all p, in nats."""
     return float(logprobs[0] - np.logaddexp.reduce(logprobs))
 
 
 def rank(logprobs: Sequence[float]) -> int:
-    """The rank of the first of these log-probabilities: 1 if no other is above it.
+    """The rank of the first log-probability: 1 if no other is larger.
 
-    NaN counts as above, so a model whose logits are NaN never ranks the secret first.
+    NaN counts as larger, so that a model with NaN logits never ranks the secret first.
     """
     right, *others = logprobs
     above = [other for other in others if not other <= right]
@@ -95,9 +94,9 @@ def rank(logprobs: Sequence[float]) -> int:
 def guesser_prompts(
     game: Game, episode: Mapping, templates: Templates, chat: "ChatTemplate | None" = None
 ) -> list[str]:
-    """The guesser's prompt of play before the first hint, and after each hint, a message of the role that hides.
+    """The guesser's play prompts before the first hint and after each hint, that is, message of the other role.
 
-    A message that breaks the rules may name the secret, so it is no hint.
+    A rule violation may name the secret, so it does not count as a hint.
     """
     history, task = episode["history"], episode["target_word"]
     guesser, _ = game.answer(task)
@@ -117,30 +116,30 @@ def guesser_prompts(
 def encode_sentences(
     tokenizer, prompt: str, sentences: Sequence[str], chat: "ChatTemplate | None" = None
 ) -> list[list[int]]:
-    """The token ids of each message as the target of a row behind this prompt, without the token that ends it.
+    """Token ids of each sentence as a row's target after this prompt, without the end token.
 
-    A message that goes on behind its guess names the secret too, so the end is not measured.
+    A message that goes on after its guess also names the secret, so the end is not measured.
     """
     if chat is None:
         return [pair.target for pair in encode_pairs(tokenizer, [("", sentence, False) for sentence in sentences])]
     pairs = []
     for sentence in sentences:
-        target = chat.row({"query": prompt, "target": sentence})["target"]  # may begin with a text of the template's
+        target = chat.row({"query": prompt, "target": sentence})["target"]  # the template may write text before it
         pairs.append((prompt, target[: target.rindex(sentence) + len(sentence)], True))
     return [pair.target for pair in encode_pairs(tokenizer, pairs)]
 
 
-# The sentences of a game follow the same prompt and begin alike ("I know the word! It is `"). A row for each prompt
-# and sentence would compute both again and again. Here the prompt is computed once, and so is each beginning that
-# several sentences share: these prefixes are the nodes of a tree, and the whole tree is one row behind the prompt.
+# All sentences follow the same prompt and begin alike ("I know the word! It is `"), which a row per sentence would
+# compute again and again. Here the prompt is computed once, and so is each prefix that several sentences share:
+# prefixes are the nodes of a tree, and the whole tree is one row after the prompt.
 
 
 @torch.inference_mode()
 def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probability of each sentence behind a prompt, in nats, summed over its tokens.
+    """Log-probability of each sentence after a prompt, in nats, summed over its tokens.
 
-    Models whose cache is more than keys and values (Mamba and other recurrent ones), whose window is shorter than
-    prompt and sentence, or that take no mask of ours, compute each sentence by itself.
+    Sentences are computed one by one if the model's cache has more than keys and values (Mamba and other recurrent
+    models), if its window is shorter than prompt and sentence, or if it does not accept our mask.
     """
     *before, last = prompt  # the last token predicts the first one of a sentence, so it belongs to the tree
     output = model(input_ids=torch.tensor([before], device=model.device), logits_to_keep=1, use_cache=True)
@@ -151,16 +150,16 @@ def sentence_logprobs(model, prompt: Sequence[int], sentences: Sequence[Sequence
         return [_logprob_alone(model, prompt, sentence) for sentence in sentences]
     logprobs = []
     for start in range(0, len(sentences), SENTENCES_IN_A_TREE):
-        cache = copy.deepcopy(output[cache_name])  # a pass adds its own keys and values to a cache
+        cache = copy.deepcopy(output[cache_name])  # a forward pass appends to its cache
         some = [tuple(sentence) for sentence in sentences[start : start + SENTENCES_IN_A_TREE]]
         logprobs += _tree_logprobs(model, {cache_name: cache}, len(before), last, some)
     return logprobs
 
 
 def _holds_all_keys(cache, tokens: int, total: int) -> bool:
-    """Whether a cache holds the keys and values of so many tokens, and no state of another kind.
+    """Whether a cache consists of the keys and values of `tokens` tokens only.
 
-    A window must have room for `total` tokens: a node of the tree sees all that come before it.
+    A window must have room for `total` tokens, because nodes of the tree attend to all earlier ones.
     """
     if type(cache) is not DynamicCache:
         return False
@@ -175,7 +174,7 @@ def _holds_all_keys(cache, tokens: int, total: int) -> bool:
 
 
 def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
-    """The log-probability of one sentence behind a prompt, by a pass of its own."""
+    """Log-probability of one sentence after a prompt, by a separate forward pass."""
     row = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device)
     logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]  # (tokens of the sentence, vocabulary)
     logprobs = logits.float().log_softmax(-1)
@@ -183,15 +182,15 @@ def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> flo
 
 
 def _tree_logprobs(model, cache: Mapping, cached: int, last: int, sentences: Sequence[Prefix]) -> list[float]:
-    """The log-probabilities of sentences behind a prompt, of which all tokens but the `last` one are in the cache.
+    """Log-probabilities of sentences after a prompt, all tokens of which except the `last` one are cached.
 
-    `cache` is the model's argument by name, `cached` its number of tokens. All nodes of the tree are one row.
+    `cache` is the model's argument by name, `cached` its number of tokens. All nodes of the tree form one row.
     """
     node_of = prefix_nodes(sentences)
     prefixes = list(node_of)
-    # A node is computed from the last token of its prefix; that of the empty prefix is the last token of the prompt.
+    # A node's token is the last one of its prefix or, for the empty prefix, of the prompt.
     tokens = [prefix[-1] if prefix else last for prefix in prefixes]
-    positions = [cached + len(prefix) for prefix in prefixes]  # nodes of equally long prefixes have the same position
+    positions = [cached + len(prefix) for prefix in prefixes]  # prefixes of equal length have the same position
     mask = tree_mask(node_of, cached, model.dtype)
     logits = model(
         input_ids=torch.tensor([tokens], device=model.device),
@@ -200,7 +199,7 @@ def _tree_logprobs(model, cache: Mapping, cached: int, last: int, sentences: Seq
         use_cache=True,
         **cache,
     ).logits[0]
-    logprobs = logits.float().log_softmax(-1)  # (nodes, vocabulary): of the token behind each prefix
+    logprobs = logits.float().log_softmax(-1)  # (nodes, vocabulary): of the token after each prefix
     sums = []
     for sentence in sentences:
         nodes = [node_of[sentence[:length]] for length in range(len(sentence))]
@@ -210,10 +209,7 @@ def _tree_logprobs(model, cache: Mapping, cached: int, last: int, sentences: Seq
 
 
 def prefix_nodes(sentences: Iterable[Prefix]) -> dict[Prefix, int]:
-    """Number the prefixes of sentences, each once: the empty one is 0, and a prefix comes after its shorter ones.
-
-    A whole sentence is no prefix of itself: what follows it is not asked for.
-    """
+    """Number the distinct proper prefixes of sentences. The empty one is 0, and shorter ones precede longer ones."""
     node_of: dict[Prefix, int] = {}
     for sentence in sentences:
         for length in range(len(sentence)):
@@ -222,15 +218,15 @@ def prefix_nodes(sentences: Iterable[Prefix]) -> dict[Prefix, int]:
 
 
 def tree_mask(node_of: Mapping[Prefix, int], cached: int, dtype: torch.dtype) -> torch.Tensor:
-    """The attention mask of a tree behind `cached` tokens: 0 if a node sees a position, else the smallest number.
+    """Attention mask of a tree after `cached` tokens, (nodes, cached tokens + nodes): 0, or the lowest number.
 
-    A node sees all cached tokens, its ancestors in the tree and itself: (nodes, cached tokens + nodes).
+    A node attends to all cached tokens, its ancestors in the tree, and itself.
     """
-    ancestors = torch.eye(len(node_of), dtype=torch.bool)  # (nodes, nodes); each node counts as one of its own
+    ancestors = torch.eye(len(node_of), dtype=torch.bool)  # (nodes, nodes), including the node itself
     for prefix, node in node_of.items():
         if prefix:
             parent = node_of[prefix[:-1]]
-            ancestors[node] |= ancestors[parent]  # the parent has the smaller number, so its row is complete
+            ancestors[node] |= ancestors[parent]  # complete, because the parent has the smaller number
     prompt = ancestors.new_ones(len(node_of), cached)
     visible = torch.cat([prompt, ancestors], dim=1)
     return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
@@ -245,10 +241,10 @@ def measure_game(
     templates: Templates,
     number: int | None = None,
 ) -> list[dict]:
-    """The numbers of a model before the first hint of a game and after each hint, as the module's docstring has them.
+    """A model's measures (see the module) before a game's first hint and after each hint.
 
-    The secret takes the place of its forms among `candidates`; `number` is how many count, unset: all. `logprobs`
-    holds log p of each guess, the right one first; `prompt_cut` tells whether the prompt lost its beginning.
+    The secret replaces its forms among `candidates`, of which `number` are used (None: all). `logprobs` has log p of
+    each guess, the right one first; `prompt_cut` tells whether the prompt was truncated.
     """
     secret = episode["target_word"]
     words = with_secret(game, secret, candidates, number)
@@ -260,7 +256,7 @@ def measure_game(
         ids, prompt_cut = local.codec.encode(prompt)
         sentences = encode_sentences(local.codec.tokenizer, prompt, guesses, local.codec.chat)
         logprobs = sentence_logprobs(local.model, ids, sentences)
-        # Only the stored list of all candidates is rounded, to keep the file small; the measures are computed before.
+        # Only the stored list is rounded, to keep the file small.
         rounded = [round(logprob, 4) for logprob in logprobs]
         message = {
             "hints": hints,

@@ -1,27 +1,25 @@
-"""Means with their intervals, and numbers as text. No torch, no files.
+"""Means with confidence intervals, and numbers as text. No torch, no files.
 
-Observations of one target word, question or seed are not independent: they are a cluster, and standard errors count
-clusters.
+Observations with the same target word, question or seed are not independent, so standard errors are clustered by it.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 
-CONFIDENCE = 0.95  # level of all intervals; those that are stored keep their level
-# Level of the interval that lies inside the margin where TOST rejects at 1 - CONFIDENCE.
+CONFIDENCE = 0.95  # level of all intervals
+# TOST rejects at 1 - CONFIDENCE exactly if the interval of this level lies inside the margin.
 EQUIVALENCE = 2 * CONFIDENCE - 1
-ROUNDING = 1e-9  # a smaller standard error is 0 up to rounding
+ROUNDING = 1e-9  # smaller standard errors are 0 up to rounding
 UNKNOWN = "-"  # in tables
 
 
 def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list[float]]:
     """Return the mean of values between 0 and 1 and its interval of level CONFIDENCE.
 
-    `sizes` are the numbers of observations in each cluster, `totals` the sums of their values. The interval is
-    Wilson's with n_eff = p(1-p)/SE^2 observations, for the clustered standard error SE. The quantile is Student's,
-    because SE is itself estimated, from as many numbers as there are clusters.
-    Where SE is 0 (all observations are alike) or unknown (a single cluster), a cluster counts as one observation.
-    Wilson's interval stays between 0 and 1, and does not shrink to a point where all observations are alike.
+    `sizes` are the numbers of observations per cluster, `totals` the sums of their values. The interval is Wilson's
+    with n_eff = p(1-p)/SE^2, for the clustered standard error SE, and with Student's quantile, because SE is itself
+    estimated from the clusters. If SE is 0 (all observations equal) or unknown (a single cluster), n_eff is the number
+    of clusters. Wilson's interval stays between 0 and 1, and is not a point even if all observations are equal.
     """
     mean = sum(totals) / sum(sizes)
     error = clustered_standard_error(sizes, totals)
@@ -33,12 +31,12 @@ def estimate(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, list
 def clustered_standard_error(sizes: Sequence[int], totals: Sequence[float]) -> float | None:
     """Standard error of sum(totals) / sum(sizes) for any dependence within clusters; None for fewer than two clusters.
 
-    sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over the G clusters, of which none is empty.
+    sqrt(G / (G - 1) * sum_c (total_c - mean * size_c)^2) / observations, over G non-empty clusters.
     """
     clusters, observations, total = len(sizes), sum(sizes), sum(totals)
     if clusters < 2:
         return None
-    # Residuals times `observations`: whole and half points stay exact, and equal games give exactly 0.
+    # Residuals times `observations`, so that half points stay exact and equal games give exactly 0.
     squares = sum((part * observations - total * size) ** 2 for size, part in zip(sizes, totals, strict=True))
     return math.sqrt(clusters / (clusters - 1) * squares) / observations**2
 
@@ -48,7 +46,7 @@ def wilson(rate: float, observations: float, quantile: float) -> list[float]:
     spread = quantile**2 / observations
     centre = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(spread * rate * (1 - rate) + spread**2 / 4) / (1 + spread)
-    # Rounding must put neither the rate outside the interval nor a bound outside 0 to 1.
+    # Rounding must not put the rate outside the interval or a bound outside [0, 1].
     low = max(0.0, min(rate, centre - half))
     high = min(1.0, max(rate, centre + half))
     return [low, high]
@@ -59,10 +57,8 @@ def student(values: Sequence[float], margin: float | None = None) -> tuple[float
 
     Without a margin: the interval of level CONFIDENCE, and the p value of a mean of 0. With a margin: the interval of
     level EQUIVALENCE, and the p value of |mean| >= margin by two one-sided tests (Schuirmann, J. Pharmacokinet.
-    Biopharm. 15, 1987), the larger of theirs. It is below 1 - CONFIDENCE exactly where the interval lies between
-    -margin and margin.
-    No interval (None) and no p value (nan) for a single value, which has no spread to estimate, or for values that are
-    all equal, whose interval would be a point.
+    Biopharm. 15, 1987), which is below 1 - CONFIDENCE exactly if the interval lies between -margin and margin.
+    Interval None and p value nan for a single value and for equal values, whose spread cannot be estimated.
     """
     from scipy import stats  # takes a second
 
@@ -81,9 +77,9 @@ def student(values: Sequence[float], margin: float | None = None) -> tuple[float
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for their number by Holm's method (Scand. J. Stat. 6, 1979).
+    """p values adjusted by Holm's method (Scand. J. Stat. 6, 1979).
 
-    A nan stays, and counts: a comparison without a p value was declared like the others.
+    A nan stays but counts, because its comparison was declared like the others.
     """
     adjusted = [math.nan] * len(p_values)
     known = [index for index, p in enumerate(p_values) if not math.isnan(p)]
@@ -95,7 +91,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def t_quantile(freedom: float, level: float = CONFIDENCE) -> float:
-    """Student's quantile of a two-sided interval of this level; the normal one for infinite freedom."""
+    """Student's quantile for a two-sided interval of this level; the normal one for infinite degrees of freedom."""
     from scipy import stats  # takes a second
 
     return float(stats.t.ppf((1 + level) / 2, freedom))
@@ -112,6 +108,6 @@ def with_interval(value: float | None, interval: Sequence[float] | None, form: s
 
 
 def markdown(lines: Iterable[Sequence]) -> str:
-    """Lines of cells as a table. A bar inside a cell is escaped."""
+    """Lines of cells as a Markdown table."""
     head, *body = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))

@@ -1,6 +1,6 @@
-"""A match: who meets whom, points and rates with their intervals, and the files matches.json and matches.txt.
+"""Matches: pairings, points and rates with intervals, and the files matches.json and matches.txt.
 
-Games of the same target word are not independent, so standard errors count words instead of games.
+Games about the same target word are not independent, so standard errors are clustered by word.
 """
 
 import itertools
@@ -16,34 +16,34 @@ from tools.measure.estimates import CONFIDENCE, estimate, with_interval
 BOTH = "both"
 ALL = "all"  # the row that pools all word lists
 WIN, TIE, LOSS = "win", "tie", "loss"
-RESULTS = "matches.json"  # called `results` here
+RESULTS = "matches.json"  # `results` below are its content
 TABLE = "matches.txt"
 NAMES = ("player", "opponent", "words", "role")
 HOW_COUNTED = (
-    "Points are the mean points of a game: (wins + ties / 2) / games, unless the game pays otherwise. Breaches are "
-    f"games that ended by breaking the rules. All shares are in percent, with {CONFIDENCE:.0%} intervals over target "
-    "words, not over trainings. Empty: the player's empty replies."
+    "Points are mean points per game: (wins + ties / 2) / games, unless the game defines others. Breaches are games "
+    f"that ended by a rule violation. Shares are in percent, with {CONFIDENCE:.0%} intervals over target words, not "
+    "over trainings. Empty: the player's empty replies."
 )
 
 
 class Side(NamedTuple):
-    """One game from the side of one of its players."""
+    """One game from one player's side."""
 
     points: float
     result: str  # WIN, TIE or LOSS
-    breach: bool  # the game ended by breaking the rules
+    breach: bool  # the game ended by a rule violation
     length: int  # messages up to the decisive one
-    messages: int  # the player's own
-    empty: int  # of these
+    messages: int  # of this player
+    empty: int  # empty ones of these
 
 
 class Measure(NamedTuple):
-    """A number of a player in a match, by this name in matches.json, its table, the report and studies."""
+    """A statistic of a player in a match, under this name in matches.json, its table, the report and studies."""
 
     name: str
-    count: Callable[[Side], float]  # what a game adds to the sum
-    per: str = "games"  # the mean is over these, or over "messages"
-    interval: bool = True  # which only means of values between 0 and 1 have
+    count: Callable[[Side], float]  # a game's contribution
+    per: str = "games"  # denominator of the mean: "games" or "messages"
+    interval: bool = True  # only for values between 0 and 1
     form: str = ".1%"
 
 
@@ -62,7 +62,7 @@ HEAD = (*NAMES, "games", *(measure.name for measure in MEASURES))
 def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str, str]]:
     """The players of each match, in the first and the second role.
 
-    Each pair plays its two matches in a row, so its models are loaded once.
+    A pair's two matches are adjacent, so that its models are loaded once.
     """
     if len(players) == 1:
         return [(players[0], players[0])]
@@ -81,9 +81,9 @@ def pairs(players: Sequence[str], against: str | None = None) -> list[tuple[str,
 def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
     """Yield a row for each player, opponent, word list, role and seed, and rows that pool lists, roles and seeds.
 
-    An episode holds its players under their roles, `words` (the list) and `seed`. All numbers are from the player's
-    side. A player against itself has no row for both roles, which would count each game twice. In a pooled row each
-    game counts the same, so a longer list weighs more: the mean is the sum over games, divided by their number.
+    Episodes have their players under their roles, `words` (the list) and `seed`. All numbers are from the player's
+    side. A player against itself has no row for both roles, which would count each game twice. Pooled means are over
+    games, so longer lists weigh more.
     """
     rows: dict[tuple, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # sums by target word
     for episode in episodes:
@@ -108,9 +108,9 @@ def result_rows(episodes: Sequence[Mapping], game: Game) -> Iterator[dict]:
 
 
 def side_of(episode: Mapping, game: Game, role: str) -> Side:
-    """A game from the side of a role.
+    """A game from a role's side.
 
-    An outcome without a winner counts as a tie, even if both roles have reached a common aim; the points tell that.
+    An outcome without a winner counts as a tie even if both roles reached a common goal, which only the points show.
     """
     history = episode["history"]
     outcome = game.outcome(episode["outcome"])
@@ -121,7 +121,7 @@ def side_of(episode: Mapping, game: Game, role: str) -> Side:
 
 
 def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
-    """The numbers of a row, from the player's sums of each target word: NAME, and NAME_interval where there is one."""
+    """A row's numbers, NAME and NAME_interval, from the player's sums by target word."""
     all_sums = sums_by_word.values()
     total = sum(all_sums, Counter())
     row = {"games": total["games"], "wins": total[WIN], "ties": total[TIE], "losses": total[LOSS]}
@@ -135,11 +135,11 @@ def summarise(sums_by_word: Mapping[str, Counter[str]]) -> dict:
     return row
 
 
-# Rows to files, and back.
+# Rows to files and back.
 
 
 def read_matches(path: Path) -> dict:
-    """The content of matches.json. Measures that a file of an earlier version lacks are None."""
+    """The content of matches.json, with None for measures that an earlier version's file lacks."""
     results = read_json(path)
     unknown = dict.fromkeys(measure.name for measure in MEASURES)
     return results | {"results": [unknown | row for row in results["results"]]}
@@ -153,7 +153,7 @@ def write_results(folder: Path, games_path: Path, settings: dict, game: Game) ->
 
 
 def matches_text(results: dict, game: Game) -> str:
-    """A table of players, word lists and roles, and a last line with the points of all pairs."""
+    """A table of players, word lists and roles; the last line has the points of all pairs."""
     settings = results["settings"]
     rows = shown_rows(results)
     return (
@@ -164,7 +164,7 @@ def matches_text(results: dict, game: Game) -> str:
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> str:
-    """Lines of cells as columns of text, each aligned at the right."""
+    """Lines of cells as right-aligned columns of text."""
     columns = []
     for column in zip(*lines, strict=True):
         width = max(map(len, column))
@@ -173,9 +173,9 @@ def aligned(lines: Iterable[Sequence[str]]) -> str:
 
 
 def shown_rows(results: dict) -> list[dict]:
-    """The rows of a table: seeds are pooled, and each pair is there once, from the side of the later player.
+    """The rows of a table, pooled over seeds, with each pair once, from the side of the later player.
 
-    With `against` that is the one that meets it. Rows that pool word lists and roles come first.
+    With `against`, that is its opponent. Rows that pool word lists and roles come first.
     """
     settings = results["settings"]
     rows = [row for row in results["results"] if row["seed"] is None]
@@ -207,7 +207,7 @@ def points_line(rows: Sequence[dict]) -> str:
 
 
 def pooled_rows(rows: Sequence[dict]) -> list[dict]:
-    """Of the shown rows one for each pair of players: the first, which pools word lists and roles."""
+    """The first of the shown rows for each pair of players, which pools word lists and roles."""
     groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
     return [next(group) for _, group in groups]
 

@@ -1,4 +1,4 @@
-"""Reads what a report shows: the output of the loop, finished or not, or one of its folders. No torch."""
+"""Reads the contents of a report: the loop's output, finished or not, or one of its folders. No torch."""
 
 import itertools
 import random
@@ -13,25 +13,25 @@ from tools.measure.matches import read_matches
 from tools.selfplay.episodes import summary
 from tools.selfplay.rewards import check_episodes
 
-SAMPLE = 200  # games to be read from each file of games: the page itself holds them
+SAMPLE = 200  # games per file to include in the page
 
 
 @dataclass
 class Report:
     name: str
     game: Game
-    plays: dict[str, dict] = field(default_factory=dict)  # summaries of self-play by name, such as "epoch1"
-    logs: dict[str, list[Mapping]] = field(default_factory=dict)  # log histories of trainings by name
+    plays: dict[str, dict] = field(default_factory=dict)  # summaries of self-play, by name such as "epoch1"
+    logs: dict[str, list[Mapping]] = field(default_factory=dict)  # log histories of trainings, by name
     matches: list[Mapping] = field(default_factory=list)  # contents of matches.json
     reasoning: list[Mapping] = field(default_factory=list)  # rows of reasoning/results.json
     belief: list[Mapping] = field(default_factory=list)  # rows of belief.json
     sources: list[str] = field(default_factory=list)  # names of files of games
-    games: list[dict] = field(default_factory=list)  # to read; "source" is the index in `sources`
+    games: list[dict] = field(default_factory=list)  # sampled; "source" is an index into `sources`
 
     def read(self, name: str, folder: Path) -> None:
         if (path := folder / "trainer_state.json").is_file():
             self.logs[name] = read_json(path)["log_history"]
-            return  # train_results.json beside it holds no games
+            return  # train_results.json beside it has no games
         matches = folder / "matches.json"
         if matches.is_file():
             self.matches.append(read_matches(matches))
@@ -45,10 +45,7 @@ class Report:
                 self.sample(f"{label}, self-play", episodes)
 
     def sample(self, name: str, episodes: Sequence[Mapping]) -> None:
-        """Draw the games to read; the seed is fixed, so a page made again shows the same ones.
-
-        A game that is not drawn is not on the page. It is in the file of games, whose index `number` the page shows.
-        """
+        """Draw the games to include, with a fixed seed, so that a page shows the same games when it is remade."""
         numbers = sorted(random.Random(0).sample(range(len(episodes)), min(SAMPLE, len(episodes))))
         source = len(self.sources)
         self.games += [shown_game(self.game, number, episodes[number]) | {"source": source} for number in numbers]
@@ -56,9 +53,9 @@ class Report:
 
 
 def read_episodes(path: Path, game: Game) -> list[dict]:
-    """The games of a file. Those of other people, without an outcome of this game or a length, are judged.
+    """The games of a file. A game without an outcome or length, such as other people's, is judged.
 
-    A stored outcome of this game counts, whatever options the judge has now.
+    A stored outcome counts, even if the judge now has other options.
     """
     episodes = read_json_or_jsonl(path)
     check_episodes(game, episodes, f"{path}: game", 1)
@@ -71,14 +68,14 @@ def read_episodes(path: Path, game: Game) -> list[dict]:
 
 
 def shown_game(game: Game, number: int, episode: Mapping) -> dict:
-    """One game as the page's script reads it. `number` is its index in the file."""
+    """One game for the page's script. `number` is its index in the file."""
     word = episode["target_word"]
     outcome = episode["outcome"]
     length = episode["length"]
     messages = []
     for number_of_message, message in enumerate(episode["history"], start=1):
         role = message["role"]
-        player = f"{role}, {episode[role]}" if role in episode else role  # a match stores its players
+        player = f"{role}, {episode[role]}" if role in episode else role  # matches store their players
         kinds = ["first" if role == game.roles[0] else "second"]
         notes = [player, f"message {number_of_message}"]
         if number_of_message == length and outcome != game.outcomes[-1].name:
@@ -106,13 +103,13 @@ def split_at_marks(game: Game, task: str, text: str) -> list[list[str]]:
 
 
 def read_folder(folder: Path, game: Game) -> Report:
-    """What is in a loop's OUTPUT, or in one of its folders; UserError for others.
+    """The contents of a loop's OUTPUT or one of its folders. UserError for other folders.
 
-    Files are found by their names, without the settings of a loop. What is still at work is not shown: *_results.json
-    of games, matches.json, and trainer_state.json beside a model are written at the end.
+    Files are found by name. Running stages are not shown, because *_results.json, matches.json, and trainer_state.json
+    beside a model are written at their end.
     """
     report = Report(folder.absolute().name, game)
-    # In the order of their numbers; epochs after the 99th are not read.
+    # In numerical order, up to epoch 99.
     epochs = [*sorted(folder.glob("epoch[0-9]")), *sorted(folder.glob("epoch[0-9][0-9]"))]
     for part in (folder, folder / "imitation", *epochs):
         for subfolder in (part, part / "episodes", part / "model", part / "eval"):
@@ -123,5 +120,5 @@ def read_folder(folder: Path, game: Game) -> Report:
     for path in (folder / "results.json", folder / "reasoning" / "results.json"):
         report.reasoning += read_json(path)["results"] if path.is_file() else ()
     if not (report.sources or report.logs or report.reasoning or report.belief or report.matches):
-        raise UserError(f"{folder}: no games, training, matches or scores; give the output of the loop or a part")
+        raise UserError(f"{folder}: no games, training, matches or scores; name the loop's output or a folder in it")
     return report

@@ -1,4 +1,4 @@
-"""The page as one HTML file that needs no network: charts by Plotly, tables, and games to read."""
+"""The report as one HTML file that needs no network: Plotly charts, tables, and games to read."""
 
 import json
 import re
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 FOLDER = Path(__file__).parent
-EPOCH = re.compile(r"epoch\d+")  # as the loop calls its models and folders
-NO_CURVES = {"step", "epoch"}  # of a log entry
-# Okabe and Ito's colours, which colour-blind people tell apart.
+EPOCH = re.compile(r"epoch\d+")  # the loop's names of models and folders
+NO_CURVES = {"step", "epoch"}  # fields of a log entry without a chart
+# Based on Okabe and Ito's palette, which colour-blind people can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0578d", "#b97f00", "#3a9bd5", "#6b7075")
 LAYOUT = {
     "height": 340,
@@ -35,16 +35,16 @@ COUNTS = {"dtick": 1}
 POINTS = {"range": [0, 1], "tickformat": ".0%"}
 REASONING = "Percent ± one standard error over questions."
 BELIEF = (
-    "Means over stored games after each hint, in nats but for rank_1. log_share: log p of the right guess among all "
-    "candidates; 0 is certainty. rank_1: how often the right guess is the likeliest. belief: log p of the right guess "
-    "alone, which also rises when a model only becomes readier to guess."
+    "Means over stored games after each hint; log_share and belief are in nats. log_share: log p of the right guess "
+    "among all candidates; 0 is certainty. rank_1: how often the right guess is the likeliest. belief: log p of the "
+    "right guess by itself, which also rises if a model merely becomes readier to guess."
 )
 
-Chart = tuple[str, "Figure"]  # with its title
+Chart = tuple[str, "Figure"]  # title, figure
 
 
 def page_html(report: Report) -> str:
-    """The whole page. Texts of models, players and files are escaped, in the script's JSON too ("<" as \\u003c)."""
+    """The whole page. Texts of models, players and files are escaped, also in the script's JSON ("<" as \\u003c)."""
     from plotly.offline import get_plotlyjs
 
     outcomes = [outcome.name for outcome in report.game.outcomes]
@@ -79,7 +79,7 @@ def section(title: str, intro: str, charts: Iterable[Chart], table: str = "") ->
 
 
 def headline(rows: Sequence[Mapping]) -> str:
-    """The first lines of the page: a small table with the points of each pair of players, over all word lists."""
+    """The top of the page: a small table with the points of each pair of players, over all word lists."""
     pairs = pooled_rows(rows)
     if not pairs:
         return "<p>No match was played.</p>"
@@ -106,7 +106,7 @@ def headline(rows: Sequence[Mapping]) -> str:
 
 
 def name_of(names: Iterable[str], otherwise: str = "player") -> str:
-    """What these names of models or of files are called on an axis or above a column: "epoch" if all are epochs."""
+    """The label of an axis or column with these names of models or files: "epoch" if all are epochs."""
     return "epoch" if all(EPOCH.fullmatch(name) for name in names) else otherwise
 
 
@@ -121,9 +121,9 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def chart(
     title: str, points: Sequence[Mapping] | pd.DataFrame, x: str, y: str, line: str, interval: str = "", **layout
 ) -> Chart:
-    """A chart of points y by x, with a line for each value of `line`. `interval` names (low, high) of each point.
+    """A chart of y by x, with a line for each value of `line`. `interval` names the column of (low, high) pairs.
 
-    `layout` is Plotly's. Names of models are escaped: Plotly reads <b>, <a href> and entities in texts as markup.
+    `layout` is Plotly's. Names of models are escaped, because Plotly interprets <b>, <a href> and entities in texts.
     """
     from plotly import express
 
@@ -134,19 +134,19 @@ def chart(
     if interval:
         low, high = np.array(frame[interval].tolist()).T
         bars = {"error_y": high - frame[y], "error_y_minus": frame[y] - low}
-    # Steps of training are many.
+    # No markers for training, which has many steps.
     how = {"markers": x != "step", "template": "none", "color_discrete_sequence": COLOURS}
     figure = express.line(frame, x, y, color=line, **how, **bars)
     figure.update_layout(LAYOUT | layout)
-    figure.update_xaxes(title_standoff=5)  # else the legend covers the title
-    figure.update_yaxes(title_standoff=5, automargin=True)  # else the title covers the numbers
+    figure.update_xaxes(title_standoff=5)  # otherwise the legend covers the title
+    figure.update_yaxes(title_standoff=5, automargin=True)  # otherwise the title covers the numbers
     return title, figure
 
 
 def match_charts(rows: Sequence[Mapping]) -> list[Chart]:
-    """Points by role against the one opponent, with a line for each word list.
+    """Points by role against the only opponent, with a line for each word list.
 
-    No chart where there are more opponents, because points against different opponents do not compare.
+    No charts if there are several opponents, because points against different opponents are not comparable.
     """
     rows = [row for row in rows if row["player"] != row["opponent"]]
     if len({row["opponent"] for row in rows}) != 1:
@@ -204,9 +204,9 @@ def belief_charts(rows: Sequence[Mapping]) -> list[Chart]:
 
 
 def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
-    """A chart for each number that is logged with the loss, with a line for each training.
+    """A chart for each metric that is logged with the loss, with a line for each training.
 
-    Entries of an evaluation (eval_loss) and the totals at the end have no "loss", so they are not drawn.
+    Evaluations (eval_loss) and final totals have no "loss" and are not drawn.
     """
     points = [
         {"training": name, "step": entry["step"], "metric": metric, "value": value}
@@ -221,7 +221,7 @@ def training_charts(logs: Mapping[str, Sequence[Mapping]]) -> list[Chart]:
 
 
 def reasoning_table(rows: Sequence[Mapping]) -> str:
-    """A row for each model, a column for each benchmark; "" without scores."""
+    """A row per model and a column per benchmark; "" without scores."""
     head = ["model", *dict.fromkeys(row["benchmark"] for row in rows)]
     lines = {}
     for row in rows:

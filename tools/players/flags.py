@@ -1,4 +1,4 @@
-"""The flags that all programs that play games share. No torch."""
+"""Flags shared by all programs that play games. No torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,33 +13,31 @@ from tools.players.server import ServerFlags
 
 @dataclass(kw_only=True)
 class PlayFlags(GameFlags, EngineFlags, ServerFlags):
-    """The flags of programs in which games are played."""
-
     max_turns: int | None = flag(
-        "turns of a game, each of one message per player; unset: the game's default",
+        "turns per game, each one message by each player; unset: the game's default",
         default=None,
         names=["taboo_max_turns"],
         at_least=1,
         shared=True,
     )
     concurrent_games: int | None = flag(
-        "games played at once; unset: as many as the engines and servers answer at once",
+        "games to play at once; unset: as many as engines and servers answer at once",
         default=None,
         at_least=1,
         machine=True,
     )
     logging_steps: int = flag(
-        "show a game after every so many batches of messages; 0: none", default=10, at_least=0, compared=False
+        "show a game after this many batches of messages; 0: never", default=10, at_least=0, compared=False
     )
 
     def turns(self, game: Game) -> int:
         return game.max_turns if self.max_turns is None else self.max_turns
 
     def settings(self, game: Game) -> dict:
-        """The flags that a record compares, with the number of turns that the game has."""
+        """The compared flags, with the resolved number of turns."""
         return super().settings(game) | {"max_turns": self.turns(game)}
 
 
 def words_setting(path: str, words: Sequence[str]) -> dict[str, str]:
-    """A word list as a setting of a stage, compared by `words`: those that are left of it to be played."""
+    """A word list as a setting of a stage, compared by `words`, those of it that are played."""
     return {"path": path, "sha256": hashlib.sha256("\n".join(words).encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""A person at the terminal as one of the two players: `human` instead of a model. No torch."""
+"""The player `human`: a person at the terminal. No torch."""
 
 import contextlib
 import signal
@@ -10,20 +10,20 @@ from tools.common.ranks import world_size
 from tools.games.game import Game, History
 from tools.players.player import STOP, Player, Reply, Sampling, Turn
 
-with contextlib.suppress(ImportError):  # lets the person edit the line in `input`
+with contextlib.suppress(ImportError):  # enables line editing in `input`
     import readline  # noqa: F401
 
 HUMAN = "human"
 
 
 class HumanPlayer(Player):
-    """UserError without a terminal, or in a launch of several processes, whose games would ask at the same time."""
+    """UserError without a terminal, or with several processes, whose games would ask at the same time."""
 
     at_terminal = True
 
     def __init__(self, game: Game):
         if world_size() > 1 or not sys.stdin.isatty():
-            raise UserError(f"{HUMAN} needs a terminal, and one process: python -m tools.play_llm_game")
+            raise UserError(f"{HUMAN} needs a terminal and a single process: python -m tools.play_llm_game")
         self.game = game
         self.role = ""
 
@@ -36,10 +36,10 @@ class HumanPlayer(Player):
         return HUMAN
 
     async def reply(self, turn: Turn) -> Reply:
-        """The next line that is not blank; blocks the event loop. Ctrl-D is EOFError, Ctrl-C KeyboardInterrupt."""
+        """Read a non-blank line, blocking the event loop. Ctrl-D raises EOFError, Ctrl-C KeyboardInterrupt."""
         self.role = turn.role
         if all(message["role"] != turn.role for message in turn.history):
-            print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D leaves, games are stored) ---\n")
+            print(f"\n--- game {turn.index + 1}: you are the {turn.role} (Ctrl-D to leave; games are saved) ---\n")
             print(turn.rules() + turn.game.hint(turn.role))
         print(f"\nturn {len(turn.history) // 2 + 1} of {turn.max_turns}")
         show_answers(turn.history, self.role)
@@ -54,16 +54,16 @@ class HumanPlayer(Player):
 
 
 def show_answers(history: History, role: str) -> None:
-    """Show what others said since the last message of this role."""
+    """Print what was said since this role's last message."""
     own_messages = [number for number, message in enumerate(history, start=1) if message["role"] == role]
     last_own = max(own_messages, default=0)
     for message in history[last_own:]:
-        text = printable(message["content"]).replace("\n", "\n    ")  # so that it looks like one message
+        text = printable(message["content"]).replace("\n", "\n    ")  # so that it is recognizable as one message
         print(f"{message['role']}: {text}")
 
 
 def read_line(prompt: str) -> str:
-    # asyncio's own handler of Ctrl-C only cancels a task, which would have no effect until the line is read.
+    # asyncio's Ctrl-C handler only cancels a task, which has no effect until the line is read.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while not (line := input(prompt).strip()):

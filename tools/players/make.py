@@ -1,4 +1,4 @@
-"""From the players' names on the command line to players. Models that play are loaded here, and torch with them."""
+"""Make players from their names on the command line. Imports torch only if a model plays in this process."""
 
 import gc
 import logging
@@ -23,30 +23,29 @@ from tools.players.player import SCRIPTED, Choose, ModelPlayer, Player, Scripted
 from tools.players.server import SERVER, ServerPlayer
 
 if TYPE_CHECKING:
-    from tools.engine.local import Engine, StartEngine  # bring torch
+    from tools.engine.local import Engine, StartEngine  # import torch
     from tools.engine.state import TorchState
 
 logger = logging.getLogger(__name__)
-# Kinds of players by what their names begin with; any other name is a model, a folder or of the hub.
+# Kinds of players by prefix; any other name is a model: a folder or a name on the hub.
 KINDS: dict[str, type[Player]] = {HUMAN: HumanPlayer, SCRIPTED: ScriptedPlayer, SERVER: ServerPlayer}
 NoteEngines = Callable[[Iterable[str]], None]
-# One match's models by folder; the key is the text of models and flags.
+# Loaded models by folder; the key, made of models and flags, is that of the last match.
 _loaded: dict[str, dict[Path, "StartEngine"]] = {}
-_in_memory = ExitStack()  # the blocks of Engine.loaded that these models are in
+_in_memory = ExitStack()  # their open `Engine.loaded` blocks
 
 
 def player_kind(name: str) -> tuple[type[Player], str]:
-    """The kind of the player with this name on the command line, and the name without the prefix of the kind."""
+    """A player's kind, and its name without the kind's prefix."""
     prefix, colon, rest = name.partition(":")
     kind = KINDS.get(prefix + colon)
     return (kind, rest) if kind else (ModelPlayer, name)
 
 
 def choose_engine(flags: PlayFlags, names: Iterable[str]) -> PlayFlags:
-    """The flags with vllm for `--engine auto`, if there are a GPU and the package. All ranks must call this.
+    """Resolve `--engine auto` to vllm if there is a GPU and the package is installed. All ranks must call this.
 
-    On a GPU vLLM comes first, because it has kernels of its own, and our engine is plain torch. If vLLM does not
-    start, the program ends, and no other engine takes over.
+    On a GPU vLLM has its own kernels, whereas our engine is plain torch. There is no fallback if vLLM fails to start.
     """
     if flags.engine != AUTO or not any(player_kind(name)[0] is ModelPlayer for name in names):
         return flags
@@ -61,13 +60,12 @@ def choose_engine(flags: PlayFlags, names: Iterable[str]) -> PlayFlags:
 
 
 def player_setting(name: str, flags: PlayFlags) -> dict | str:
-    """A player as a setting of a stage: all of it that games depend on."""
     kind, rest = player_kind(name)
     return kind.setting(rest, flags)
 
 
 def engine_notes(work: Stage) -> NoteEngines:
-    """A function that notes the engines of this start in the record of a stage, after those of earlier starts."""
+    """A function that adds this start's engines to a stage's record, after those of earlier starts."""
     earlier = work.notes.get("engines", [])
     names: set[str] = set()
 
@@ -89,18 +87,16 @@ def make_players(
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
-    The models of an earlier match leave memory, unless this one has the same players and flags: matches that differ in
-    words and seed alone follow each other.
+    Models of an earlier match are unloaded unless players and flags are the same.
 
     Our own engines draw from one generator for all games, so two runs with the same seed differ if free memory, batch
-    size or the number of processes do; vLLM's draws depend on seed, game and message alone. `games_left` is part of
-    the seeds of our engines and of servers, so that a continued run does not repeat the draws of the games that are
-    there, and draws a game anew that a server has refused. `note_engines` is given the names of engines once they have
-    started.
+    size or the number of processes differ; vLLM's draws depend only on seed, game and message. `games_left` is part of
+    the seeds of our engines and of servers, so that a continued run does not repeat earlier draws. `note_engines` gets
+    the names of the started engines.
     """
     kinds = {name: player_kind(name) for name in names if isinstance(name, str)}
     folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
-    # A person plays one game after the other.
+    # A person plays one game at a time.
     limit = 1 if any(kind.at_terminal for kind, _ in kinds.values()) else flags.concurrent_games
     players: dict[str | Choose, Player] = {}
     if folders:
@@ -118,9 +114,9 @@ def make_players(
 
 
 def default_games_at_once(players: Collection[Player], games_left: int) -> int:
-    """As many games as the players answer messages at once, so that none of them waits for work."""
+    """Enough games that no player waits for work."""
     answered_at_once = sum(player.answers_at_once for player in players)
-    if not answered_at_once:  # functions answer at once
+    if not answered_at_once:  # functions only, which answer immediately
         return games_left
     return int(min(answered_at_once, *(player.max_concurrent_games for player in players)))
 
@@ -133,7 +129,7 @@ def _local_players(
     games_left: int,
     note_engines: NoteEngines,
 ) -> dict[str | Choose, Player]:
-    """A player for each model; names of the same folder share one, so that it answers both roles in one batch."""
+    """A player for each model. Names of the same folder share one, so that it answers both roles in one batch."""
     from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
     from tools.engine.state import TorchState
 
@@ -153,7 +149,7 @@ def _local_players(
 def _start_engines(
     folders: Sequence[Path], flags: PlayFlags, limit: float, state: "TorchState"
 ) -> dict[Path, "Engine"]:
-    """An engine by folder, for at most `limit` games at once. Runs in ENGINE_THREAD, as engines do."""
+    """Engines by folder, for at most `limit` games at once. Must run in ENGINE_THREAD."""
     key = repr(([model_setting(str(folder)) for folder in folders], flags))
     with state.in_use():
         if key not in _loaded:
@@ -170,4 +166,4 @@ def drop_models() -> None:
     _in_memory.close()
     _loaded.clear()
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is no GPU
+    torch.cuda.empty_cache()  # does nothing without a GPU

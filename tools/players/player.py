@@ -1,4 +1,4 @@
-"""Who speaks in a game: the base class Player, its input (Turn) and its output (Reply). No torch."""
+"""The base class Player, its input (Turn) and its output (Reply). No torch."""
 
 import inspect
 import math
@@ -15,16 +15,16 @@ from tools.games.game import Game, History, load_member, member_setting
 
 STOP = "stop"  # the reply ended with an end token
 LENGTH = "length"  # the reply was cut off at max_new_tokens
-SCRIPTED = "scripted:"  # begins the name of a player that is a function
+SCRIPTED = "scripted:"  # prefix of players that are functions
 SAMPLING = "sampling"  # tokens are drawn at random
-TESTING = "testing"  # the likeliest token is taken each time
+TESTING = "testing"  # greedy decoding
 OPENING_TAGS = tuple(prompts.THOUGHT_TAGS)
 CLOSING_TAGS = tuple(prompts.THOUGHT_TAGS.values())
 
 
 @dataclass(frozen=True)
 class Turn:
-    """All that the player who speaks next may know."""
+    """Everything that the player who speaks next may know."""
 
     game: Game
     role: str
@@ -35,17 +35,17 @@ class Turn:
     templates: prompts.Templates | None = None  # None: the game's own
 
     def prompt(self, chat=None) -> str:
-        """The prompt of play, or that of a tools.games.chat.ChatTemplate. ReplyUnavailable if it refuses a message."""
+        """Play's prompt, plain or in a `ChatTemplate`. ReplyUnavailable if the template rejects a message."""
         join = chat.join_play_prompt if chat else prompts.join_play_prompt
         try:
             return join(self.history, self.role, self.rules(), self.instruction())
         except UserError as error:
-            if not self.history:  # it refuses every game
+            if not self.history:  # it would reject every game
                 raise
             raise ReplyUnavailable(str(error)) from None
 
     def chat(self) -> list[dict[str, str]]:
-        """The game as a chat in which this player is the assistant: messages of `role` and `content`."""
+        """The game as chat messages (`role` and `content`) in which this player is the assistant."""
         return prompts.chat_messages(self.history, self.role, self.rules(), self.instruction())
 
     def rules(self) -> str:
@@ -58,31 +58,31 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Sampling(FlagGroup):
-    """How prompts are written and replies sampled. Prompts are cut to max_length - max_new_tokens.
+    """How prompts are written and replies sampled. Prompts are truncated to max_length - max_new_tokens.
 
-    A flag with a `neutral` value is a parameter with which tokens are drawn, named as in transformers'
-    GenerationConfig, vLLM's SamplingParams and the servers' JSON. The defaults of max_length, max_new_tokens,
-    temperature and top_k are those of the paper's released code.
+    Flags with a `neutral` value are sampling parameters, named as in transformers' GenerationConfig, vLLM's
+    SamplingParams and servers' JSON. The defaults of max_length, max_new_tokens, temperature and top_k are those of
+    the released code.
     """
 
-    task_type: str = flag("sample tokens, or take the likeliest", default=SAMPLING, choices=(SAMPLING, TESTING))
+    task_type: str = flag("sample tokens, or decode greedily", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_length: int = flag(
-        "tokens of prompt and reply together; longer prompts lose their beginning", default=2048, at_least=2
+        "most tokens of prompt and reply together; longer prompts lose their beginning", default=2048, at_least=2
     )
-    max_new_tokens: int = flag("largest number of tokens of a reply", default=256, at_least=1)
-    min_new_tokens: int = flag("smallest number of tokens of a reply", default=0, at_least=0)
+    max_new_tokens: int = flag("most tokens of a reply", default=256, at_least=1)
+    min_new_tokens: int = flag("fewest tokens of a reply", default=0, at_least=0)
     temperature: float = flag("sampling temperature", default=1.2, above=0, neutral=1.0)
-    top_k: int = flag("sample from the k likeliest tokens; 0: from all", default=50, at_least=0, neutral=0)
+    top_k: int = flag("sample from the k most likely tokens; 0: from all", default=50, at_least=0, neutral=0)
     top_p: float = flag(
-        "sample from the likeliest tokens that have this total probability",
+        "sample from the most likely tokens with this total probability",
         default=1.0,
         above=0,
         at_most=1,
         neutral=1.0,
     )
-    chat_template: bool = flag("True: prompts in the chat templates of the tokenizers", default=False, shared=True)
+    chat_template: bool = flag("write prompts in the tokenizers' chat templates", default=False, shared=True)
     thinking: bool = flag(
-        "True: replies begin with a thought, which the other player does not read; it needs --max_new_tokens 1024",
+        "replies begin with a thought that the other player does not see; use about --max_new_tokens 1024",
         default=False,
         shared=True,
     )
@@ -97,7 +97,7 @@ class Sampling(FlagGroup):
         return self.task_type == SAMPLING
 
     def drawing(self, *, with_neutral: bool = True) -> dict[str, float]:
-        """The parameters with which tokens are drawn, by name; if asked, without those whose value changes nothing."""
+        """Sampling parameters by name, optionally without those that have no effect."""
         parameters = {}
         for each in fields(Sampling):
             value = getattr(self, each.name)
@@ -109,29 +109,28 @@ class Sampling(FlagGroup):
 
 @dataclass(frozen=True)
 class Reply:
-    """One message of a player. With --thinking True, `thought` and `text` together are exactly what it wrote.
+    """A player's message. With --thinking True, `thought` and `text` together are exactly what it wrote.
 
-    A field that is None is not stored. There are no log-probabilities of the sampled tokens: the loss needs those at
-    temperature 1 over all tokens, but play draws with temperature and top_k.
+    Fields that are None are not stored. There are no log-probabilities of the sampled tokens, because the loss needs
+    those at temperature 1 over all tokens, but play samples with temperature and top_k.
     """
 
-    text: str  # the message, with blanks around it
+    text: str  # the message, not yet stripped
     finish_reason: str  # STOP or LENGTH
-    tokens: int | None  # sampled tokens, with the end token; None if a server does not count them
-    # Whether the prompt was too long and lost its beginning. A server does not say so: of its replies this is False.
-    prompt_cut: bool = False
-    thought: str | None = None  # up to and including its closing tag; the other player never reads it
+    tokens: int | None  # sampled tokens, including the end token; None if a server does not count them
+    prompt_cut: bool = False  # the prompt lost its beginning; always False for servers, which do not report it
+    thought: str | None = None  # up to and including its closing tag; the other player never sees it
 
     @classmethod
     def read(
         cls, written: str, finish_reason: str, tokens: int | None, *, needs_tag: bool = False, **known
     ) -> "Reply":
-        """The reply of a player that thinks, from all that it wrote. `needs_tag` as in `split_thought`."""
+        """Split all that a thinking player wrote into thought and text. `needs_tag` as in `split_thought`."""
         thought, text = split_thought(written, needs_tag=needs_tag)
         return cls(text, finish_reason, tokens, thought=thought or None, **known)
 
     def stored(self) -> dict:
-        """The reply as episodes hold it. Without a thought, its text is the message in the history."""
+        """The reply as stored in episodes; without a thought, its text is only in the history."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         if self.thought is None:
             del fields["text"]
@@ -139,16 +138,16 @@ class Reply:
 
 
 def split_thought(text: str, *, needs_tag: bool = False) -> tuple[str, str]:
-    """The thought that begins a text, up to and including the last closing tag, and the message after it ("" if none).
+    """Split a text into its thought, up to and including the last closing tag, and the message after it ("" if none).
 
-    With `needs_tag`, a text without any tag is a message; otherwise its thought has begun in the prompt. The last
-    closing tag counts, so that nothing of a second thought reaches the other player.
+    A text without any tag is a message with `needs_tag`, and otherwise a thought that the prompt has opened. The last
+    closing tag counts, so that no part of a second thought reaches the other player.
     """
     if needs_tag and not any(tag in text for tag in prompts.ALL_THOUGHT_TAGS):
         return "", text
     ends = [text.rfind(tag) + len(tag) for tag in CLOSING_TAGS if tag in text]
     end = max(ends, default=len(text))
-    if any(tag in text[end:] for tag in OPENING_TAGS):  # a further thought, which has no end
+    if any(tag in text[end:] for tag in OPENING_TAGS):  # another thought, which is not closed
         end = len(text)
     return text[:end], text[end:]
 
@@ -159,9 +158,9 @@ def thought_is_open(stored: Mapping) -> bool:
 
 
 def reply_without(special: frozenset[str], stored: dict) -> dict:
-    """A stored reply whose thought and text hold none of these texts.
+    """A stored reply with these strings removed from thought and text.
 
-    The tags of the thought stay: in some tokenizers they are special tokens.
+    Thought tags stay, although they are special tokens in some tokenizers.
     """
     if "thought" not in stored:
         return stored
@@ -170,21 +169,21 @@ def reply_without(special: frozenset[str], stored: dict) -> dict:
 
 
 def draw_seed(seed: int | str, turn: Turn) -> int:
-    """The seed of one reply, 63 bits. It depends on the game and the message, not on the order of requests."""
+    """A 63-bit seed for one reply, which depends on game and message but not on the order of requests."""
     return random.Random(f"{seed}/{turn.index}/{len(turn.history)}").getrandbits(63)
 
 
 class ReplyUnavailable(Exception):
-    """There will be no reply. Its game is left unfinished, and the other games go on."""
+    """There will be no reply, so this game stays unfinished while the others go on."""
 
 
 class Player:
     """Anything that can speak in games, in many at a time."""
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
-    answers_at_once: int = 0  # the messages that it works on at the same time; 0: it answers at once
+    answers_at_once: int = 0  # messages that it works on concurrently; 0: it answers immediately
     max_concurrent_games: float = math.inf  # more games at once would slow it down
-    special_texts: frozenset[str] = frozenset()  # what the player's tokenizer reads as special tokens, as far as known
+    special_texts: frozenset[str] = frozenset()  # special tokens of the player's tokenizer, as far as known
 
     async def reply(self, turn: Turn) -> Reply:
         """The next message of `turn.role`. ReplyUnavailable gives up this game; other exceptions end the run."""
@@ -193,8 +192,7 @@ class Player:
     def game_over(self, episode: Mapping) -> None:
         """Called with each finished game in which the player has spoken."""
 
-    # Of the kinds of players that the command line can name. `name` is what follows the kind's prefix there, and
-    # `flags` are those of play, of which each kind reads its own.
+    # For players named on the command line. `name` is without the kind's prefix, and `flags` are play's.
 
     @classmethod
     def named(cls, name: str, game: Game, flags: Any, seed: str) -> "Player":
@@ -202,23 +200,23 @@ class Player:
 
     @classmethod
     def setting(cls, name: str, flags: Any) -> dict | str:
-        """The player as a setting of a stage: all of it that games depend on."""
+        """The player as a setting of a stage: everything about it that games depend on."""
         raise NotImplementedError
 
 
 class ModelPlayer(Player):
-    """A model in this process. All models of a match are loaded together, so none is made by `named`."""
+    """A model in this process. All models of a match are loaded together, not by `named`."""
 
     @classmethod
     def setting(cls, name: str, flags: Sampling) -> dict:
-        return model_setting(name)  # by content: a model that was trained again at the same path is another one
+        return model_setting(name)  # by content, because a model may have been retrained at the same path
 
 
 Choose = Callable[[Turn], str | Awaitable[str]]
 
 
 class ScriptedPlayer(Player):
-    """A function, plain or async, chooses the messages. With `thinking`, one may begin with a thought in tags."""
+    """A sync or async function writes the messages. With `thinking`, they may begin with a thought in tags."""
 
     def __init__(self, choose: Choose, thinking: bool = False):
         self.choose = choose

@@ -1,4 +1,4 @@
-"""Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client repeats requests that fail."""
+"""Players behind an OpenAI-compatible server: vLLM, SGLang, an API. The client retries failed requests."""
 
 import json
 import os
@@ -21,15 +21,15 @@ from tools.players.player import (
     draw_seed,
 )
 
-SERVER = "openai:"  # begins the name of a player behind a server
+SERVER = "openai:"  # prefix of players behind a server
 OPENAI_URL = "https://api.openai.com/v1"
-OPENAI_FIELDS = ("temperature", "top_p")  # that all servers take; vLLM and SGLang take those of Sampling.drawing too
-LIMIT = "max_tokens"  # of a reply
-CHAT_LIMIT = "max_completion_tokens"  # the same where OpenAI's reasoning models chat
-WRONG_KEY = (401, 402)  # status: the key or the account
-REFUSED = (400, 403, 422)  # status: the request, or what it says (moderation)
-MOST_FAILED = 3  # failures before the first reply that end the run; one may be due to its word alone
-SERVER_GAMES = 64  # games at once with a model on a server, unless --concurrent_games says otherwise
+OPENAI_FIELDS = ("temperature", "top_p")  # accepted by all servers; vLLM and SGLang accept all of Sampling.drawing
+LIMIT = "max_tokens"  # limit on a reply's tokens
+CHAT_LIMIT = "max_completion_tokens"  # the same for OpenAI's reasoning models
+WRONG_KEY = (401, 402)  # status: problem with the key or the account
+REFUSED = (400, 403, 422)  # status: problem with the request or its content (moderation)
+MOST_FAILED = 3  # failures before the first reply that end the run; fewer may be due to their words
+SERVER_GAMES = 64  # concurrent games of a model on a server, unless --concurrent_games is set
 
 
 @dataclass(kw_only=True)
@@ -38,53 +38,53 @@ class ServerFlags(Sampling):
         "endpoint of players openai:MODEL",
         default="completions",
         choices=("completions", "chat"),
-        compared=False,  # it is part of such a player in records
+        compared=False,  # records have it in the player's setting
     )
     openai_base_url: str | None = flag(
-        "URL of the server, such as http://host:8000/v1; unset: OPENAI_BASE_URL, else OpenAI's own",
+        "server URL, such as http://host:8000/v1; unset: OPENAI_BASE_URL, or else OpenAI's",
         default=None,
         machine=True,
     )
-    openai_retries: int = flag("how many times a failed request is repeated", default=10, at_least=0, machine=True)
-    openai_timeout: float = flag("seconds to wait for an answer, in each try", default=600, above=0, machine=True)
+    openai_retries: int = flag("how often to retry a failed request", default=10, at_least=0, machine=True)
+    openai_timeout: float = flag("seconds to wait for an answer, per try", default=600, above=0, machine=True)
 
 
 def api_key() -> str:
-    """OPENAI_API_KEY without blanks around it; "" if unset. UserError, without the key, if no header can hold it."""
+    """OPENAI_API_KEY, stripped; "" if unset. UserError, which does not show the key, for invalid characters."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (key.isascii() and key.isprintable()):  # no HTTP header can hold it
-        wrong = "it holds a line end, a curly quote or another character that no key has"
-        raise UserError(f"OPENAI_API_KEY: {wrong}; set it to the key alone")
+    if not (key.isascii() and key.isprintable()):  # invalid in an HTTP header
+        wrong = "it contains a line break, a curly quote or another character that no key has"
+        raise UserError(f"OPENAI_API_KEY: {wrong}; set it to the key only")
     return key
 
 
 def connect(flags: ServerFlags):
-    """An openai.AsyncOpenAI for one event loop. UserError without a key for OpenAI itself, or if none can be used."""
+    """An openai.AsyncOpenAI client for one event loop. UserError for a missing key, if OpenAI needs it."""
     require("openai", "openai>=3.54,<4")
     import openai
 
     url = flags.openai_base_url or os.environ.get("OPENAI_BASE_URL", "").strip()
     key = api_key()
     if not (url or key):
-        raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI itself, or --openai_base_url of a server")
+        raise UserError(f"{SERVER}MODEL needs OPENAI_API_KEY for OpenAI, or --openai_base_url for another server")
     return openai.AsyncOpenAI(
-        api_key=key or "no-key",  # a server without keys takes any key, and the client insists on one
+        api_key=key or "no-key",  # the client requires one; servers without keys accept any
         base_url=url or OPENAI_URL,
         max_retries=flags.openai_retries,
-        # A long reply may take all its time, but a try at a machine that is off ends after 5 s.
+        # Replies may take long, but connecting to a machine that is off should fail soon.
         timeout=openai.Timeout(flags.openai_timeout, connect=5),
     )
 
 
 class Form(NamedTuple):
-    limit: str  # the name of the limit of a reply
-    all_fields: bool  # also those that not all servers know
+    limit: str  # LIMIT or CHAT_LIMIT
+    all_fields: bool  # include fields that not all servers accept
 
 
 class ServerPlayer(Player):
     """Plays with a model behind a server, in one event loop. Without `thinking`, thoughts in a chat are dropped.
 
-    Servers know different fields: requests are sent in one form after another until the server has taken one.
+    Servers accept different fields, so several forms of the request are tried until one is accepted.
     """
 
     answers_at_once = SERVER_GAMES
@@ -98,8 +98,8 @@ class ServerPlayer(Player):
         self.forms = [Form(LIMIT, all_fields=True), Form(LIMIT, all_fields=False)]
         if self.chat:
             self.forms.append(Form(CHAT_LIMIT, all_fields=False))
-        self.answered = False  # whether there was a reply
-        self.failed = 0  # requests without a reply
+        self.answered = False  # whether any request got a reply
+        self.failed = 0  # requests that got none
 
     @classmethod
     def named(cls, name: str, game: Game, flags: ServerFlags, seed: str) -> "ServerPlayer":
@@ -107,13 +107,14 @@ class ServerPlayer(Player):
 
     @classmethod
     def setting(cls, name: str, flags: ServerFlags) -> dict:
-        """The model's name; neither the URL, because a server may move, nor the weights, which are not known here."""
+        """The model's name. The URL is left out because a server may move, the weights because they are unknown."""
         return {"path": f"{SERVER}{name}", "api": flags.openai_api}
 
     async def reply(self, turn: Turn) -> Reply:
-        """ReplyUnavailable if there is none after all retries, or a malformed, broken off or, in a chat, empty one.
+        """ReplyUnavailable if there is no reply after all retries, or a malformed, partial or, in a chat, empty one.
 
-        UserError for a wrong key, a used-up quota, and before the first reply for no server and the third failure.
+        UserError for a wrong key or an exhausted quota and, before the first reply, for an unreachable server or the
+        third failure.
         """
         import openai
 
@@ -141,11 +142,11 @@ class ServerPlayer(Player):
             self.forms = [form]
             if left_out := self._fields(turn, forms[0]).keys() - self._fields(turn, form).keys() - {LIMIT}:
                 fields = ", ".join(sorted(left_out))
-                warn_on_rank_0("%s: its server takes requests only without %s", self.model, fields)
+                warn_on_rank_0("%s: its server accepts requests only without %s", self.model, fields)
         return reply
 
     async def _create(self, turn: Turn, form: Form):
-        """The answer to a prompt. A chat gets the prompt of local play as one user message."""
+        """The server's answer to a prompt. A chat gets local play's prompt as a single user message."""
         prompt = whole_characters(turn.prompt())
         request = {"model": self.model, "extra_body": self._fields(turn, form)}
         if self.chat:
@@ -158,7 +159,7 @@ class ServerPlayer(Player):
         fields: dict[str, object] = {"temperature": 0}
         if sampling.do_sample:
             fields = {**sampling.drawing(with_neutral=False)}
-            fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers take
+            fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers accept
         if sampling.min_new_tokens:
             fields["min_tokens"] = sampling.min_new_tokens
         if not form.all_fields:
@@ -166,15 +167,15 @@ class ServerPlayer(Player):
         return {**fields, form.limit: sampling.max_new_tokens}
 
     def _read(self, answer) -> Reply:
-        """The reply in the client's answer. ReplyUnavailable for one that the server broke off.
+        """The reply in the client's answer. ReplyUnavailable if the server broke it off.
 
-        If the answer is no reply, the error of what is missing in it.
+        Other errors for a malformed answer.
         """
         choice = answer.choices[0]
         reason = str(choice.finish_reason or STOP).lower()
         is_cut = reason.endswith(("length", "tokens"))  # model_length, max_tokens
         if not is_cut and not reason.startswith((STOP, "eos", "end")):  # such as content_filter, tool_calls
-            # A verdict on this one reply: it does not count as a server that gives none.
+            # This concerns a single reply, so it does not count as a failure of the server.
             raise ReplyUnavailable(f"{self.model}: the reply was broken off: {reason}")
         finish_reason = LENGTH if is_cut else STOP
         tokens = getattr(answer.usage, "completion_tokens", None)
@@ -182,19 +183,19 @@ class ServerPlayer(Player):
         written = whole_characters(self._written(choice.message, is_cut) if self.chat else choice.text or "")
         if not self.chat and not thinking:
             return Reply(written, finish_reason, tokens)
-        # In a chat the prompt opens no thought: a whole reply without tags is a message without one.
+        # In a chat the prompt opens no thought, so a complete reply without tags is a message.
         needs_tag = self.chat and not (thinking and is_cut)
         reply = Reply.read(written, finish_reason, tokens, needs_tag=needs_tag)
         if not thinking:
             reply = replace(reply, thought=None)
-        # In a chat, thoughts that are hidden or dropped may have taken all tokens, so an empty text is an error here.
-        # At `completions` it is a reply, as it is for a local model.
+        # In a chat, hidden or dropped thoughts may have used up all tokens, so an empty text is an error. With
+        # `completions` it is a valid reply, as for a local model.
         if self.chat and not (reply.thought or reply.text.strip()):
-            raise ValueError("it is empty; a larger --max_new_tokens leaves room for thoughts")
+            raise ValueError("it is empty; a larger --max_new_tokens may leave room after thoughts")
         return reply
 
     def _written(self, message, is_cut: bool) -> str:
-        """What the model wrote. With `thinking`, reasoning that the server holds apart stands in tags before it."""
+        """What the model wrote. With `thinking`, reasoning in a separate field is put before it, in tags."""
         text = _join(message.content, "text")
         if not self.flags.thinking:
             return text
@@ -206,7 +207,7 @@ class ServerPlayer(Player):
         return f"<think>{reasoning}" if is_open else f"<think>{reasoning}</think>{text}"
 
     def _failure(self, said: str, *, ends_run: bool = False) -> Exception:
-        """What a server said, in one line without the key: UserError, or ReplyUnavailable, which loses one game."""
+        """A one-line error without the key: UserError, or ReplyUnavailable, which loses only one game."""
         why = printable(" ".join(said.replace(self.client.api_key, "***").split())[:400])
         line = f"{self.model} at {self.client.base_url.netloc.decode()}: {why}"
         self.failed += 1
@@ -215,7 +216,7 @@ class ServerPlayer(Player):
 
 
 def _join(content: str | list | None, kind: str) -> str:
-    """The texts of all parts of this kind, joined. A content that is a text counts as one part of the kind "text"."""
+    """The joined texts of all parts of this kind. A string counts as one part of the kind "text"."""
     if isinstance(content, list):
         return "".join(_join(part[kind], "text") for part in content if part["type"] == kind)
     return (content or "") if kind == "text" else ""

@@ -1,4 +1,4 @@
-"""The files of a run of play (data/README.md): finished games are stored one by one, and put together at the end."""
+"""The files of a run of play (data/README.md): finished games are stored one by one and merged at the end."""
 
 import glob
 import json
@@ -17,21 +17,21 @@ from tools.common.ranks import barrier, on_rank_0, rank, world_size
 from tools.games.game import Game
 from tools.players.player import LENGTH, thought_is_open
 
-UNFINISHED = 3  # exit status if games are missing that the same command can play
+UNFINISHED = 3  # exit status if games are missing, which the same command plays
 FILE_OF_GAMES = re.compile(r"(.+)_(results\.json|rank\d+\.jsonl)")
 logger = logging.getLogger(__name__)
 
 
 def run_of(path: str | Path) -> Path | None:
-    """FOLDER/STEM of the run of play whose file of games this is, by its name; None if it is called otherwise."""
+    """FOLDER/STEM of the run of play that a file of games belongs to, by its name; None for other names."""
     named = FILE_OF_GAMES.fullmatch(Path(path).name)
     return Path(path).resolve().with_name(named[1]) if named else None
 
 
 class Episode(TypedDict):
-    """One finished game; the format is described in data/README.md. Readers ignore further fields.
+    """One finished game (format: data/README.md). Readers ignore further fields.
 
-    Neither prompts nor token ids are stored: rows make prompts anew, and training tokenizes their texts.
+    Prompts and token ids are not stored, because rows recreate prompts and training tokenizes texts.
     """
 
     index: int  # in the word list, from 0
@@ -39,14 +39,14 @@ class Episode(TypedDict):
     max_turns: int
     history: list[dict[str, str]]  # "role" and "content"
     outcome: str
-    length: int  # messages up to the decisive one; all messages of a game that was not decided
-    replies: list[dict]  # for each message the fields of its Reply that are known; "text" only with a thought
+    length: int  # messages up to the decisive one, or all messages of an undecided game
+    replies: list[dict]  # for each message the known fields of its Reply; "text" only with a thought
 
 
 class EpisodeFiles:
-    """The files of a run, as one rank of a launch uses them. `words` are the tasks of all games, in their order.
+    """The files of a run, for one rank. `words` are the tasks of all games, in order.
 
-    A game is known by its index in `words`, so a word that stands there several times is played that many times.
+    A game is identified by its index in `words`, so a repeated word is played as often as it occurs.
     """
 
     def __init__(self, folder: str | Path, stem: str, words: Sequence[str], game: Game):
@@ -57,29 +57,29 @@ class EpisodeFiles:
         self.results_path = self.folder / f"{stem}_results.json"
         self.summary_path = self.folder / f"{stem}_summary.json"
         self.rank_path = self.folder / f"{stem}_rank{rank()}.jsonl"
-        # Not rank[0-9]*: of the run "words" that would be files of the run "words_rank1000" too.
+        # Not rank[0-9]*, which for the run "words" would also match files of the run "words_rank1000".
         self.rank_patterns = [f"{glob.escape(stem)}_rank{'[0-9]' * digits}.jsonl" for digits in range(1, 7)]
         self.rank_file: BinaryIO | None = None
 
     @property
     def patterns(self) -> list[str]:
-        """Patterns of the files that a run makes; the first is there when it is finished."""
+        """Patterns of the run's files, the first of which exists once it is finished."""
         return [glob.escape(self.results_path.name), *self.rank_patterns, glob.escape(self.summary_path.name)]
 
     def finished(self) -> dict[int, Episode]:
-        """The finished games of all ranks by index, also of starts with other numbers of processes.
+        """The finished games of all ranks by index, including starts with other numbers of processes.
 
-        Of two games with an index the first counts: a rank that outlived its launcher may have played one again.
-        UserError for a game of another word than the list has at its index.
+        Of games with the same index the first counts, because a rank that outlived its launcher may repeat one.
+        UserError if a game's word differs from the list's at its index.
         """
         episodes: dict[int, Episode] = {}
         for path in sorted(path for pattern in self.rank_patterns for path in self.folder.glob(pattern)):
-            # What follows the last line end is half a line or empty. Not splitlines: a reply may hold U+2028.
+            # After the last newline there is nothing or half a line. Not splitlines: replies may contain U+2028.
             lines = path.read_bytes().split(b"\n")[:-1]
             for number, line in enumerate(lines, start=1):
                 try:
                     episode = json.loads(line)
-                except ValueError:  # two processes have written to it at once
+                except ValueError:  # two processes wrote to it at the same time
                     logger.warning("%s:%d: not JSON; its game is played again", path, number)
                     continue
                 self._check_word(episode, f"{path}:{number}")
@@ -91,65 +91,65 @@ class EpisodeFiles:
         word = self.words[index] if index < len(self.words) else None
         if episode["target_word"] != word:
             wrong = f"its game {index} is about {episode['target_word']!r}, but the word list has {word!r} there"
-            raise UserError(f"{where}: {wrong}; take the list that was played, or play into another folder")
+            raise UserError(f"{where}: {wrong}; use the list that was played, or another output folder")
 
     def missing(self) -> list[tuple[int, str]]:
-        """This rank's part of the games that are not finished: (index, word) pairs.
+        """This rank's share of the unfinished games: (index, word) pairs.
 
-        The parts are fixed, because ranks do not talk to each other while they play: they share the folder alone.
+        Shares are fixed, because ranks do not communicate while they play.
         """
         finished = self.finished()
         if rank() == 0 and finished:
-            logger.info("continues: %d of %d games are there", len(finished), len(self.words))
+            logger.info("continuing: %d of %d games are finished", len(finished), len(self.words))
         indices = range(rank(), len(self.words), world_size())
         return [(index, self.words[index]) for index in indices if index not in finished]
 
     def append(self, episode: Mapping) -> None:
-        """Store a finished game; it is on the disk when this returns. Games at work are never stored."""
+        """Store a finished game, which is on disk when this returns."""
         if self.rank_file is None:
             self.rank_file = _open_to_append(self.rank_path)
         line = json.dumps(episode, ensure_ascii=False)
-        # JSON reads half a surrogate pair, which UTF-8 cannot hold, back from its escape.
+        # Unpaired surrogates, which UTF-8 cannot encode, become escapes that JSON can read.
         self.rank_file.write(line.encode(errors="backslashreplace") + b"\n")
-        self.rank_file.flush()  # the game outlives this process
-        os.fsync(self.rank_file.fileno())  # and a crash of the machine
+        self.rank_file.flush()  # survives this process
+        os.fsync(self.rank_file.fileno())  # survives a crash of the machine
 
     def merge(self) -> int:
         """Write results and summary, unless games are missing; return how many are. For rank 0, after a barrier.
 
-        The rank files stay. If a kill comes before the record says that the run is finished, the next start merges
-        them again; without them it would play all games anew.
+        The rank files stay, so that after a kill before the record says `finished`, the next start merges them again
+        instead of playing all games again.
         """
         finished = self.finished()
         if missing := len(self.words) - len(finished):
             return missing
         episodes = [finished[index] for index in sorted(finished)]
         write_json(self.summary_path, summary(self.game, episodes))
-        write_records(self.results_path, episodes)  # last: where this file is, the run is finished (`patterns`)
+        write_records(self.results_path, episodes)  # last, because this file marks the run as finished (`patterns`)
         return 0
 
     def finish(self) -> None:
-        """Wait for all ranks; rank 0 then merges. If games are missing, this ends the program with UNFINISHED.
+        """Wait for all ranks and merge. If games are missing, end the program with status UNFINISHED.
 
-        Games are missing if a player gave no reply. No results are written without them: which games fail may depend
-        on how they went, so the others alone could be a biased sample.
+        Games are missing if a player gave no reply. No results are written without them, because whether a game fails
+        may depend on how it went, so the others could be a biased sample.
         """
         if self.rank_file is not None:
             self.rank_file.close()
-        barrier()  # every rank has stored its games
+        barrier()  # all ranks have stored their games
         missing = on_rank_0(self.merge)
         if missing:
             if rank() == 0:
                 program = Path(sys.argv[0]).name
-                sys.stderr.write(f"{program}: {missing} games are missing; the same command plays them\n")
+                sys.stderr.write(f"{program}: {missing} games are missing; rerun the same command to play them\n")
             sys.exit(UNFINISHED)
 
 
 def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
-    """Counts of finished games; tokens and replies that were cut are known where episodes have `replies`.
+    """Counts of finished games. Tokens and truncated replies are known only if episodes have `replies`.
 
-    `mean_length` is over all games, and a tie counts with all its messages. The share of decided games is None if no
-    game was decided; a game that a breach ended is not among them, as it is by default not among those that pay.
+    `mean_length` is over all games; a tie counts with all its messages. The share of decided games excludes games
+    ended by a breach, which by default pay nobody; it is None if no game was decided.
     """
     outcomes = Counter[str]()
     counts = Counter[str]()
@@ -166,7 +166,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
             thoughts=sum("thought" in reply for reply in replies),
             cut_thoughts=sum(thought_is_open(reply) and reply["finish_reason"] == LENGTH for reply in replies),
         )
-    won = Counter[str | None]()  # games that a role won without a breach, by default those that pay it
+    won = Counter[str | None]()  # games won by a role without a breach
     for outcome in game.outcomes:
         if not outcome.breach:
             won[outcome.winner] += outcomes[outcome.name]
@@ -203,12 +203,12 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def new_tokens(episode: Mapping) -> int:
-    """The tokens of a game's replies, as far as they are known: a server may not count them."""
+    """The tokens of a game's replies, as far as they are known; a server may not count them."""
     return sum(reply.get("tokens") or 0 for reply in episode.get("replies") or ())
 
 
 def _open_to_append(path: Path) -> BinaryIO:
-    """Delete the unfinished line that a kill may have left."""
+    """Open a file after deleting an incomplete last line, which a kill may have left."""
     file = open(path, "a+b")
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

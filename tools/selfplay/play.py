@@ -1,4 +1,4 @@
-"""Playing: one game, many games at once, and the missing games of a run, each of which is stored as it ends."""
+"""Playing: one game, many games at once, and the missing games of a run, each stored as it ends."""
 
 import asyncio
 import functools
@@ -38,9 +38,9 @@ async def play_game(
 ) -> Episode:
     """Play one game to its end (arXiv 2404.10642, algorithm 1) and judge it.
 
-    `players` are by role; `index` is the task's index in the word list; `templates` default to the game's own. A reply
-    loses the texts of the players' special tokens before it is judged, stored or shown. Otherwise a player could end
-    its turn in the other's prompt, and go on in another name.
+    `players` are by role; `index` is the task's index in the word list; `templates` default to the game's own. Special
+    tokens of the players' tokenizers are removed from a reply before it is judged, stored or shown, because a player
+    could use them to end its turn in the other's prompt and go on as somebody else.
     """
     special = special_texts_of(players)
     history: list[dict[str, str]] = []
@@ -55,7 +55,7 @@ async def play_game(
     outcome, length = game.judge(history, task, max_turns)
     return {
         "index": index,
-        # As in the release, an episode without this key is one of DEFAULT_GAME.
+        # As in the release, an episode without this key is of DEFAULT_GAME.
         **({} if game.name == DEFAULT_GAME else {"game": game.name}),
         "target_word": task,
         "max_turns": max_turns,
@@ -67,12 +67,12 @@ async def play_game(
 
 
 def as_message(role: str, text: str, special: frozenset[str]) -> dict[str, str]:
-    """What a role wrote, as it is judged, stored and shown to the other: without the texts of special tokens."""
+    """What a role wrote as the message that is judged, stored and shown: without special tokens."""
     return {"role": role, "content": without(special, text).strip()}
 
 
 def special_texts_of(players: Mapping[str, Player]) -> frozenset[str]:
-    # A player needs no more than `reply`.
+    # A player may have only `reply`.
     return frozenset().union(*(getattr(player, "special_texts", ()) for player in players.values()))
 
 
@@ -88,21 +88,20 @@ async def play_games(
 ) -> None:
     """Play (index, task) pairs, `concurrent_games` at a time. An exception in `on_episode` ends all games.
 
-    Games are not played in batches: they differ in length, and a batch would wait for its longest game. A game that
-    cannot go on because a reply is unavailable is left out, with a warning that names its task and the reason. Any
-    other exception of a player ends all games. UserError for a task, or prompts, that hold the text of a special token
-    of the players: messages lose such texts, so nobody could say it.
+    Games are not played in batches, because a batch would wait for its longest game. A game with an unavailable reply
+    is dropped with a warning that names its task and the reason; any other exception of a player ends all games.
+    UserError if a task or the prompts contain a special token of the players, because messages lose these.
     """
     tasks = list(tasks)
     special = special_texts_of(players)
     prompts.check_special_texts(game, templates or prompts.default_templates(game), special)
     for _, task in tasks:
         if without(special, task) != task:
-            raise UserError(f"the word {task!r} holds a special token of the players; take it out of the word list")
+            raise UserError(f"the word {task!r} contains a special token of a player; remove it from the word list")
     to_play = iter(tasks)
 
     async def keep_playing() -> None:
-        for index, task in to_play:  # all share this iterator, so the next task begins when a game has ended
+        for index, task in to_play:  # shared by all workers, so that the next game starts when one has ended
             try:
                 episode = await play_game(game, task, players, max_turns=max_turns, index=index, templates=templates)
             except ReplyUnavailable as error:
@@ -113,14 +112,14 @@ async def play_games(
     workers = [asyncio.create_task(keep_playing()) for _ in range(concurrent_games)]
     try:
         await asyncio.gather(*workers)
-    finally:  # the first exception ends the other games; those that they raise are dropped
+    finally:  # the first exception ends the other games, whose own exceptions are dropped
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
 
 
 class Planned(NamedTuple):
-    """A game to be played: by whom, with which draws, and what is stored with it."""
+    """A game to play: its players, its seed, and what to store with it."""
 
     first: str  # the player of roles[0], as on the command line
     second: str
@@ -137,11 +136,11 @@ def play_missing(
     templates: prompts.Templates,
     note_engines: NoteEngines = lambda names: None,
 ) -> float:
-    """Play this rank's missing games, and store each as it ends. Returns the seconds of play. For all ranks together.
+    """Play this rank's missing games and store each as it ends. Returns the seconds of play. All ranks must call this.
 
-    `plan` has a game for each of `files.words`. Games with the same players and seed are played at the same time, and
-    one such group after the other, so that no more models are in memory than two players need. A game of which a reply
-    is unavailable is not stored, so the next start plays it.
+    `plan` has a game for each of `files.words`. Games with the same players and seed form a group; groups are played
+    one after another, so that at most two players' models are in memory. A game with an unavailable reply is not
+    stored, so the next start plays it.
     """
     flags = choose_engine(flags, {name for planned in plan for name in planned[:2]})
     groups: dict[tuple[str, str, int | str], list[tuple[int, str]]] = defaultdict(list)
@@ -180,21 +179,21 @@ def _play_group(
     note_engines: NoteEngines,
     title: str,
 ) -> float:
-    """Play (index, word) pairs; `title` stands before the progress bar. Returns the seconds of play.
+    """Play (index, word) pairs with a progress bar called `title`. Returns the seconds of play.
 
-    The players end with this function: otherwise they would hold a group's models while those of the next are loaded.
+    Players live only in this function; otherwise they would hold a group's models while the next ones are loaded.
     """
     players, games_at_once = make_players(
         names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
     )
     at_terminal = any(player.at_terminal for player in players.values())
-    # A batch of --logging_steps is one message of each game at work.
+    # For --logging_steps, a batch is one message of each concurrent game.
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
 
     def on_episode(episode: Episode) -> None:
         store(episode)
         show(episode)
-        for player in set(players.values()):  # one player may have both roles
+        for player in set(players.values()):  # a player may have both roles
             player.game_over(episode)
 
     games = play_games(
@@ -210,27 +209,27 @@ def _play_group(
     try:
         with closing(bar):
             asyncio.run(games)
-    except (EOFError, KeyboardInterrupt) as left:  # by Ctrl-D, by Ctrl-C
+    except (EOFError, KeyboardInterrupt) as left:  # Ctrl-D, Ctrl-C
         if not at_terminal:
             raise
-        print("\nYou have left. The same command plays the games that are missing.")
+        print("\nYou left. Rerun the same command to play the remaining games.")
         sys.exit(UNFINISHED if isinstance(left, EOFError) else INTERRUPTED)
     return time.monotonic() - started
 
 
 def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> tuple[OnEpisode, tqdm]:
-    """A function that shows a finished game, and the bar that it moves.
+    """A function that reports a finished game, and the progress bar that it updates.
 
-    Rank 0 shows outcomes and tokens per second of its games, and a whole game after `messages_between` messages (0:
-    none). Each process warns once of a prompt that lost its beginning, and once of a thought without an end in a reply
-    that was not cut off.
+    Rank 0 shows its games' outcomes and tokens per second, and a whole game after every `messages_between` messages
+    (0: never). Each process warns once of a truncated prompt, and once of an unclosed thought in a reply that was not
+    truncated.
     """
     outcomes = Counter()
     counts = Counter()
     began = time.monotonic()
     shows = rank() == 0 and not quiet
     title = f"{title}, rank 0 of {world_size()}" if world_size() > 1 else title
-    interval = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file gets few lines
+    interval = 0.5 if sys.stderr.isatty() else 30  # seconds; few lines in a log file
     warn_once = functools.cache(logger.warning)
     bar = tqdm(total=games, desc=title, unit="game", disable=not shows, mininterval=interval)
 
@@ -242,10 +241,10 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
         bar.set_postfix({"tokens/s": f"{speed:.0f}", **shares}, refresh=False)
         bar.update()
         if any(reply.get("prompt_cut") for reply in episode["replies"]):
-            warn_once("a prompt lost its beginning, where the rules stand; --max_length is too small for it")
+            warn_once("a prompt lost its beginning, with the rules; --max_length is too small for it")
         ended = [reply for reply in episode["replies"] if reply["finish_reason"] == STOP]
         if any(map(thought_is_open, ended)):
-            warn_once("a reply has no </think>, so its message is empty; does this model write its thoughts?")
+            warn_once("a reply has no </think>, so its message is empty; does this model think in such tags?")
         if shows and messages_between and counts["messages"] >= messages_between:
             tqdm.write(episode_text(episode))
             counts["messages"] = 0
@@ -254,7 +253,7 @@ def _progress(games: int, messages_between: int, title: str, *, quiet: bool) -> 
 
 
 def episode_text(episode: Mapping) -> str:
-    """An episode as lines of text. What models wrote is indented, so that it cannot look like a verdict."""
+    """An episode as text. Further lines of messages are indented, so that none can look like a verdict."""
     lines = [f"--- {printable(episode['target_word'])} ---"]
     for message in episode["history"]:
         content = printable(message["content"]).replace("\n", "\n    ")

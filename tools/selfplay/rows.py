@@ -1,4 +1,4 @@
-"""From episodes and SFT examples to training rows, and the record of a file of rows. No torch."""
+"""Training rows from episodes and SFT examples, and counts of rows. No torch."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ from tools.selfplay.rewards import (
 )
 
 if TYPE_CHECKING:
-    from tools.games.chat import ChatTemplate  # brings transformers
+    from tools.games.chat import ChatTemplate  # imports transformers
 
 # Values of --training_prompt:
 RANDOM = "random"
@@ -34,17 +34,17 @@ PLAY = "play"
 
 
 class Row(TypedDict, total=False):
-    """One example of training; the format is described in data/README.md. Training ignores further fields."""
+    """A training example (format: data/README.md). Training ignores further fields."""
 
     query: str
     target: str
     weight: float
-    reward: float  # of game rows, as is the role
-    role: str
+    reward: float  # game rows only
+    role: str  # game rows only
     type: str  # "sft" for SFT rows
-    messages: list[dict]  # of SFT rows that have them in the place of query and target
-    chat_template: bool  # the texts are complete, in the template of the model to be trained
-    thought: bool  # the target begins with one, and is exactly what the model wrote
+    messages: list[dict]  # in SFT rows, instead of query and target
+    chat_template: bool  # the texts are complete, in the template of the model to train
+    thought: bool  # the target begins with a thought and is exactly what the model wrote
 
 
 PromptFn = Callable[[History, str, float], str]  # (history before the message, task, max_turns) -> query
@@ -52,21 +52,19 @@ PromptFn = Callable[[History, str, float], str]  # (history before the message, 
 
 @dataclass(kw_only=True)
 class ChatFlags(FlagGroup):
-    chat_template: bool = flag("True: write rows in the chat template of --tokenizer", default=False, shared=True)
+    chat_template: bool = flag("write rows in the chat template of --tokenizer", default=False, shared=True)
     tokenizer: str | None = flag(
-        "folder or hub name of the model to be trained; its chat template is compared",
+        "model to train, whose chat template is used: a folder or a name on the hub",
         default=None,
         metavar="MODEL",
         compared=False,
     )
-    thinking: bool = flag(
-        "True: rows for play with --thinking True, with the thoughts of its replies", default=False, shared=True
-    )
-    trust_remote_code: bool = flag("True: run the code that comes with a tokenizer", default=False, compared=False)
+    thinking: bool = flag("include the thoughts of replies, for play with --thinking True", default=False, shared=True)
+    trust_remote_code: bool = flag("run Python code that comes with a tokenizer", default=False, compared=False)
 
     def load_chat_template(self) -> "ChatTemplate | None":
         if self.chat_template != (self.tokenizer is not None):
-            raise UserError("--chat_template True and --tokenizer MODEL go together: give both or neither")
+            raise UserError("--chat_template True and --tokenizer MODEL go together: set both or neither")
         return self.template_of(self.tokenizer, self.thinking) if self.tokenizer else None
 
     def template_of(self, model: str, thinking: bool) -> "ChatTemplate":
@@ -87,11 +85,10 @@ def prompt_fn(
     templates: prompts.Templates | None = None,
     chat: "ChatTemplate | None" = None,
 ) -> PromptFn:
-    """The function that makes queries of the kind PLAY or RANDOM; the latter are training prompts drawn with `rng`.
+    """A function that makes queries: play's prompts (PLAY) or training prompts drawn with `rng` (RANDOM).
 
-    RANDOM is the paper's, so that no layout is learned by heart; in a chat template it differs from PLAY by the rule
-    text alone. The message was sampled under the prompt of play, so the importance ratio of a RANDOM row compares two
-    models under another prompt than that; with PLAY it is the same.
+    RANDOM is the paper's choice, so that no layout is memorized; in a chat template it varies only the rule text. A
+    RANDOM row's importance ratio is computed under another prompt than the one that the message was sampled from.
     """
     if kind not in (RANDOM, PLAY):
         raise UserError(f"training_prompt is {kind!r}; it must be {RANDOM!r} or {PLAY!r}")
@@ -111,11 +108,11 @@ def game_rows(
     *,
     thinking: bool = False,
 ) -> list[Row]:
-    """The rows of games and their results, in the order of episodes and messages.
+    """The rows of games, in the order of episodes and messages.
 
     There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
-    with the thoughts of their replies. A message that was cut off at the token limit becomes a row as any other does,
-    and its target gets an end token too, so the model learns to end there.
+    with the replies' thoughts. A message cut off at the token limit becomes a row, too, whose target also gets an end
+    token, so the model learns to end there.
     """
     weights = role_weights(game, results, flags)
     rows: list[Row] = []
@@ -132,7 +129,7 @@ def game_rows(
                 continue
             row: Row = {
                 "query": prompt(history[:index], task, episode["max_turns"]),
-                "target": message["content"].strip(),  # may be empty: the end token alone is then learned
+                "target": message["content"].strip(),  # if empty, only the end token is learned
                 "reward": next(rewards[role]),
                 "role": role,
                 "weight": payments[role].weight,
@@ -144,14 +141,14 @@ def game_rows(
 
 
 def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
-    """An episode whose messages and thoughts hold none of these texts, as one that `play_game` returns."""
+    """An episode with these strings removed from messages and thoughts, as `play_game` does."""
     history = [message | {"content": without(special, message["content"])} for message in episode["history"]]
     replies = [reply_without(special, reply) for reply in episode.get("replies") or ()]
     return {**episode, "history": history, "replies": replies}
 
 
 def thoughtful_target(episode: Mapping, index: int) -> Row:
-    """The target of a message whose reply has a thought, exactly as the model wrote both; {} without a thought."""
+    """The target of a message whose reply has a thought, exactly as written; {} without a thought."""
     reply = episode["replies"][index] if episode.get("replies") else {}
     if "thought" not in reply:
         return {}
@@ -170,9 +167,9 @@ def assign_rewards(
 ) -> list[Row]:
     """Return rows with query, target, reward, role and weight, in the order of episodes and messages.
 
-    `game` None is Taboo. Queries are training prompts, drawn with `rng` from `templates`, or with `training_prompt`
-    PLAY those of play. `flags` are further ones of RewardFlags. UserError for one outside its bounds, and for an
-    invalid episode or one in which a role speaks out of turn, by its index.
+    `game` defaults to Taboo. Queries are training prompts drawn with `rng` or, with `training_prompt` PLAY, play's
+    prompts. `flags` are further RewardFlags. UserError for a flag out of bounds, and for an invalid episode or a
+    message out of turn, with the episode's index.
     """
     game = game or load_game()
     episodes = list(episodes)
@@ -186,11 +183,10 @@ def assign_rewards(
 
 
 def read_sft_rows(path: str, chat: "ChatTemplate | None" = None) -> list[Row]:
-    """The SFT rows of a file of records with query and target, prompt and answer, Alpaca's fields, or messages.
+    """SFT rows from records with query and target, prompt and answer, Alpaca's fields, or messages.
 
-    Their weight is 1, as in the release, also where a record has another one. With a chat template the queries are
-    what a user would send; rows that are in it already stay as they are, and so do messages, which training writes in
-    the template of its model.
+    As released, their weight is 1, whatever a record says. A chat template is applied to plain queries, but not to
+    rows that are already in it, nor to messages, which training renders in its model's template.
     """
     return read_records(path, partial(sft_row, chat=chat))
 
@@ -206,21 +202,20 @@ def sft_row(record: Mapping, chat: "ChatTemplate | None") -> Row:
 
 
 def is_sft(row: Mapping) -> bool:
-    """Whether training takes this row for an SFT row."""
     return row_kind(read_row(row)) == SFT
 
 
 def alpaca_to_turn(example: Mapping) -> dict:
-    """Prompt and target of a raw Alpaca record; the prompt is what a user would send."""
+    """Prompt and target of an Alpaca record, with the prompt as a user would send it."""
     instruction, given, output = alpaca_texts(example)
     return {"prompt": "\n\n".join(filter(None, (instruction, given))), "target": output}
 
 
-# What the record of a file of rows tells.
+# Counts.
 
 
 def counts_line(notes: Mapping) -> str:
-    """What the record of rows notes of games, weights and rows, as a line for people."""
+    """The games, weights and rows in a record's notes, as one line."""
     parts = []
     if "games" in notes:
         outcomes = dict(notes["games"])
@@ -229,7 +224,7 @@ def counts_line(notes: Mapping) -> str:
     negative = by_kind.pop("negative")
     parts.append(f"{sum(by_kind.values()):,} rows: {listed(by_kind)}")
     if negative:
-        parts.append(f"{negative:,} rows have a reward below 0")
+        parts.append(f"{negative:,} rows have negative rewards")
     if "weights" in notes:
         weights = (f"{role} {weight:.2f}" for role, weight in notes["weights"].items())
         parts.append(f"weights of rows: {', '.join(weights)}")
@@ -237,7 +232,7 @@ def counts_line(notes: Mapping) -> str:
 
 
 def count_rows(rows: Iterable[Mapping]) -> dict[str, int]:
-    """How many rows there are of SFT and of each role, and how many have a reward below 0."""
+    """The number of SFT rows, of rows of each role, and of rows with negative rewards."""
     counts = Counter("sft" if is_sft(row) else row.get("role", "game") for row in rows)
     negative = sum(row.get("reward", 0.0) < 0 for row in rows)
     return dict(counts) | {"negative": negative}
