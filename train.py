@@ -138,9 +138,7 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     # Saved with the model, with its original maximum length and sides.
     saved_tokenizer = load_tokenizer(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if (saved_tokenizer.pad_token_id or 0) >= size:
-        saved_tokenizer.pad_token = (
-            None  # the Trainer would copy it to the model's configuration and make that invalid
-        )
+        saved_tokenizer.pad_token = None  # the Trainer would copy it to the model's configuration, making that invalid
     logger.info("training on %s in %s, weights in %s", args.device, args.precision, model.dtype)
     return TRAIN_METHODS[args.train_method](
         model=add_lora(model, args) if args.lora_rank else model,

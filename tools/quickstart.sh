@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From a fresh checkout to a report: makes .venv and a made-up world of 162 words, and runs the whole method on it
-# (tools/quickstart.py). It needs no GPU, no compiler and no download of a model. Run again, it continues.
+# From a fresh checkout to a report: makes .venv, builds a toy world of 162 words and runs the whole method on it
+# (tools/quickstart.py). Needs no GPU, compiler or model download. Rerun it to continue.
 #
 #   bash tools/quickstart.sh
-#   QUICK=1 bash tools/quickstart.sh          a smaller run that shows that everything works, and nothing else
+#   QUICK=1 bash tools/quickstart.sh          a smaller run, which only shows that everything works
 # Arguments are settings of the loop: output=DIR epochs=2. PYTHON names the interpreter, 3.11 to 3.14.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,7 +11,7 @@ cd "$root"
 # shellcheck source=tools/environment.sh
 . tools/environment.sh
 
-install_rest() { # DeepSpeed needs a compiler, and is left out where there is no GPU
+install_rest() { # without DeepSpeed, which needs a compiler, unless there is a GPU
   cp requirements.txt .venv/requirements.txt
   [ -n "$gpu" ] || grep -v '^deepspeed' requirements.txt >.venv/requirements.txt
   pip_install -r .venv/requirements.txt
@@ -20,6 +20,6 @@ install_rest() { # DeepSpeed needs a compiler, and is left out where there is no
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^# Arguments/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 set_up quickstart requirements.txt
-# Threads that wait sleep, and leave the cores to other processes. Nothing comes from the hub, so nothing asks it.
+# Waiting threads sleep and so leave the cores to other processes. The hub is not needed.
 export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
 exec "$venv" -m tools.quickstart "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv, and run the linter and the tests. Arguments go to pytest: bash tools/test.sh -k collator
+# Set up .venv, then run linter, type checker and tests. Arguments go to pytest: bash tools/test.sh -k collator
 # PYTHON names the interpreter (3.11 to 3.14). tests/README.md has more.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -10,10 +10,10 @@ cd "$root"
 COMPILE='from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 CPUAdamBuilder().load(), ShareMemCommBuilder().load()'
 
-install_rest() { # also compiles DeepSpeed's operators (two minutes, once), and downloads tokenizers for their tests
+install_rest() { # also compiles DeepSpeed's operators (two minutes, once) and downloads tokenizers for tests
   pip_install -r tests/requirements.txt || return
   PATH="$root/.venv/bin:$PATH" "$venv" -c "$COMPILE" >>"$log" 2>&1 ||
-    say "DeepSpeed's operators could not be compiled: its tests will fail; log: $log"
+    say "could not compile DeepSpeed's operators: its tests will fail; log: $log"
   "$venv" -m pip download -q --no-deps --dest .venv/wheels 'mistral-common>=1.13,<2' >>"$log" 2>&1 ||
     say "no wheel of mistral-common: tests with published tokenizers are skipped; log: $log"
 }
@@ -22,4 +22,4 @@ set_up tests tests/requirements.txt
 export PATH="$root/.venv/bin:$PATH" OMP_WAIT_POLICY=passive
 ruff check .
 python -m mypy # the files that pyproject.toml names
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two cores
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # on two cores, file by file

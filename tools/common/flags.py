@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     """Add the `flag` fields of a dataclass to a parser, required ones first. A list takes several values.
 
-    A boolean flag may stand alone, for True.
+    A boolean flag without a value means True.
     """
     hints = get_type_hints(kind)
     for field in sorted(flag_fields(kind), key=lambda field: not _is_required(field)):

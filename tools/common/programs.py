@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def run_program(
-    main: Callable[[], T],
-    *,
-    ranks: bool = False,
-    kept: str = "no partial results; rerun the same command to start over",
+    main: Callable[[], T], *, ranks: bool = False, kept: str = "nothing is half done; rerun the same command"
 ) -> T:
     """Set up logging and call `main`. UserError and OSError end the program with one line and exit status 2.
 

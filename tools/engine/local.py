@@ -42,8 +42,7 @@ REPLACEMENT_TOKENS = (REPLACEMENT, "<0xEF><0xBF><0xBD>", "ï¿½")
 class Codec:
     """Turns prompts into token ids and token ids into replies.
 
-    `vocab_size` is the number of the model's embeddings, if known. With a chat template no BOS is added, because the
-    template writes it.
+    `vocab_size` is the number of the model's embeddings, if known. A chat template itself writes BOS.
     """
 
     def __init__(

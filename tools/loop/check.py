@@ -298,7 +298,7 @@ def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
             for path in args.eval_data_path:
                 read_records(path, read_row)
         if args.lora_rank or args.attn_implementation:
-            from tools.common.adapters import check_model  # brings torch
+            from tools.common.adapters import check_model  # imports torch
 
             check_model(loop.model if stage == "imitation" else loop.imitation_model or loop.model, args)
 

@@ -113,8 +113,7 @@ class ServerPlayer(Player):
     async def reply(self, turn: Turn) -> Reply:
         """ReplyUnavailable if there is no reply after all retries, or a malformed, partial or, in a chat, empty one.
 
-        UserError for a wrong key or an exhausted quota and, before the first reply, for an unreachable server or the
-        third failure.
+        UserError for a wrong key, an exhausted quota and, before any reply, an unreachable server or third failure.
         """
         import openai
 
