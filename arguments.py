@@ -32,7 +32,7 @@ from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 # By method: its arguments with their defaults. A method refuses arguments that only others use.
 METHOD_ARGUMENTS = {name: method.defaults() for name, method in TRAIN_METHODS.items()}
 LORA_ARGUMENTS = {name: default_of(each) for name, each in adapters.FLAGS.items()}
-# The Trainer's flags that a record compares. Flags of evaluation and saving, such as --eval_steps, are missing,
+# The Trainer's flags that a record compares. Flags of evaluation and saving, such as --eval_steps, are left out,
 # although with --load_best_model_at_end they affect which checkpoint becomes the model.
 COMPARED = {
     "optim",

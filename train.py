@@ -92,8 +92,8 @@ def run(trainer: SPAGTrainer) -> None:
     """Train, and save the model of the last step or, with --load_best_model_at_end, the best checkpoint.
 
     --push_to_hub uploads OUTPUT_DIR at `save_model` and by default at each checkpoint, without checkpoint-N folders
-    and names that begin with "_". This includes settings.json, which has the paths of data and models, but not what is
-    written after `save_model`, such as the folder merged.
+    and names that begin with "_". This includes settings.json, with the paths of data and models, and the reference's
+    log-probabilities, but not what is written after `save_model`, such as the folder merged.
     """
     args = trainer.args
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -210,7 +210,7 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 
 
 def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
-    """Make epochK/rows/rows.json from the games or, for a control, from the winners' rows."""
+    """Make epochK/rows/rows.json from the games or, for a control, by transforming rows."""
     name, rows = f"epoch{epoch}_rewards", f"epoch{epoch}/rows/rows.json"
     if not loop.control:
         yield rewards_step(loop, epoch, name, episodes, f"{loop.output}/{rows}")
