@@ -69,7 +69,7 @@ FLAGS_OF_METHODS = {name: each for method in TRAIN_METHODS.values() for name, ea
 
 
 def _optional(name: str, each: Field) -> tuple:
-    """The field of a flag whose default depends on the method or on LoRA: None stands for it."""
+    """The field of a flag whose default depends on the method or on LoRA, with None as a placeholder for it."""
     default = default_of(each)
     kind = list[str] if isinstance(default, list) else type(default)
     return name, kind | None, field(default=None, metadata=each.metadata)

@@ -1,1 +1,1 @@
-"""The game side: words to episodes, episodes to rows, and everything measured about them. README.md has a map."""
+"""The game side: words to episodes, episodes to rows, and everything measured about them."""

@@ -1,4 +1,4 @@
-"""Turn rows into the rows of a control, which trains on something else than SPAG, or draw rows.
+"""Turn rows into those of a control, a run like SPAG's on other rows, or draw rows at random.
 
     python -m tools.controls sft --rows R --sft_data_path S --output O     SFT examples only, as many rows as R has
     python -m tools.controls silent --rows R --output O                    R, with weight 0 for rows of games

@@ -1,6 +1,6 @@
-"""What `import tools` finds in a program that is started by its path: puts the project's folder on the path.
+"""`import tools` in a program started by its path finds this file, which puts the project's folder on the path.
 
-`python tools/x.py` has this folder first on its path, whatever the current one is; the package is one level up.
+`python tools/x.py` puts tools/ first on the import path, but the package is found only from one level up.
 """
 
 import importlib

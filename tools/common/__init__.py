@@ -1,1 +1,1 @@
-"""What all programs share. No file here imports another room."""
+"""Code shared by all programs. Nothing here imports another subpackage of tools."""

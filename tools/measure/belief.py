@@ -94,7 +94,7 @@ def rank(logprobs: Sequence[float]) -> int:
 def guesser_prompts(
     game: Game, episode: Mapping, templates: Templates, chat: "ChatTemplate | None" = None
 ) -> list[str]:
-    """The guesser's play prompts before the first hint and after each hint, that is, message of the other role.
+    """The guesser's play prompts before the first hint and after each hint (a message of the other role).
 
     A rule violation may name the secret, so it does not count as a hint.
     """
@@ -174,7 +174,6 @@ def _holds_all_keys(cache, tokens: int, total: int) -> bool:
 
 
 def _logprob_alone(model, prompt: Sequence[int], sentence: Sequence[int]) -> float:
-    """Log-probability of one sentence after a prompt, by a separate forward pass."""
     row = torch.tensor([[*prompt, *sentence[:-1]]], device=model.device)
     logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 :]  # (tokens of the sentence, vocabulary)
     logprobs = logits.float().log_softmax(-1)
