@@ -44,7 +44,7 @@ class Flags(GameFlags, ModelFlags):
     most_candidates: int = flag("draw this many candidates from a longer list", default=200, at_least=2)
     seed: int = flag("seed of the draw", default=0)
     chat_template: bool = flag("write prompts in the tokenizers' chat templates", default=False, shared=True)
-    max_length: int = flag("most tokens of a prompt; longer ones lose their beginning", default=2048, at_least=1)
+    max_length: int = flag("maximum tokens of a prompt; longer ones lose their beginning", default=2048, at_least=1)
 
     def settings(self, game: Game) -> dict:
         return {

@@ -44,7 +44,7 @@ class Flags(PlayFlags):
     )
     games_per_word: int = flag("games per word in each match", default=1, at_least=1)
     max_words: int | None = flag(
-        "play only the first this many words of each list", default=None, at_least=1, compared=False
+        "play only this many words of each list, from the top", default=None, at_least=1, compared=False
     )
     seeds: list[int] = flag("seeds of sampling; every pair plays a match with each", default=[0], unique=int)
     output_dir: str = flag("folder for the results, shared by all processes", compared=False)

@@ -90,9 +90,7 @@ class Flags(ModelFlags):
     )
     output_dir: str = flag("folder for the results", compared=False)
     chat_template: bool = flag("ask in each model's chat template, for instruct models", default=False, shared=True)
-    limit: int | None = flag(
-        "for a trial: ask only the first this many questions of each task", default=None, at_least=1
-    )
+    limit: int | None = flag("for a trial: ask only this many questions per task", default=None, at_least=1)
     batch_size: str | None = flag("the harness's --batch_size; unset: auto, or 8 on a CPU", default=None)
     lm_eval: str | None = flag(
         "the harness's command, such as 'accelerate launch -m lm_eval'", default=None, machine=True

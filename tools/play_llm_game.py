@@ -39,7 +39,7 @@ class Flags(PlayFlags):
     model_prefix: str = flag("first part of result file names", type=file_name, compared=False)
     data_suffix: str = flag("last part of result file names", type=file_name, compared=False)
     max_games: int | None = flag(
-        "play only the first this many words",
+        "play only this many words, from the top of the list",
         default=None,
         at_least=1,
         compared=False,  # the words are compared by content

@@ -92,7 +92,7 @@ class OwnSettings(FlagGroup):
         default=42,
         at_least=0,
     )
-    max_words: int | None = flag("play only the first this many words of the list", default=None, at_least=1)
+    max_words: int | None = flag("play only this many words, from the top of the list", default=None, at_least=1)
     games_per_word: int = flag("games per word in each epoch", default=1, at_least=1)
     global_batch: int = flag("rows per optimizer step, over all processes", default=128, at_least=1)
     match_every: int = flag("play a match every this many epochs", default=1, at_least=1, compared=False)
@@ -107,7 +107,7 @@ class OwnSettings(FlagGroup):
         machine=True,
     )
     precision: str = flag(
-        "of training and play; auto: bf16 if the hardware supports it, else fp16 on GPUs and fp32 on CPUs",
+        "precision of training and play; auto: bf16 if supported, else fp16 on GPUs and fp32 on CPUs",
         default=AUTO,
         choices=(AUTO, "bf16", "fp16", "fp32"),
     )

@@ -67,10 +67,10 @@ class Sampling(FlagGroup):
 
     task_type: str = flag("sample tokens, or decode greedily", default=SAMPLING, choices=(SAMPLING, TESTING))
     max_length: int = flag(
-        "most tokens of prompt and reply together; longer prompts lose their beginning", default=2048, at_least=2
+        "maximum tokens of prompt plus reply; longer prompts lose their beginning", default=2048, at_least=2
     )
-    max_new_tokens: int = flag("most tokens of a reply", default=256, at_least=1)
-    min_new_tokens: int = flag("fewest tokens of a reply", default=0, at_least=0)
+    max_new_tokens: int = flag("maximum tokens of a reply", default=256, at_least=1)
+    min_new_tokens: int = flag("minimum tokens of a reply", default=0, at_least=0)
     temperature: float = flag("sampling temperature", default=1.2, above=0, neutral=1.0)
     top_k: int = flag("sample from the k most likely tokens; 0: from all", default=50, at_least=0, neutral=0)
     top_p: float = flag(

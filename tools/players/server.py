@@ -45,7 +45,7 @@ class ServerFlags(Sampling):
         default=None,
         machine=True,
     )
-    openai_retries: int = flag("how often to retry a failed request", default=10, at_least=0, machine=True)
+    openai_retries: int = flag("retries of a failed request", default=10, at_least=0, machine=True)
     openai_timeout: float = flag("seconds to wait for an answer, per try", default=600, above=0, machine=True)
 
 
