@@ -29,6 +29,6 @@ set_up() { # set_up NAME FILE: run the script's install_rest, unless .venv has r
     pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 \
       "$(grep '^torch[<>=]' requirements.txt)" || say "PyTorch's index has no CPU build: using PyPI's"
   fi
-  install_rest || { tail -n 15 "$log" >&2; fail "pip could not install the requirements; its log: $log"; }
+  install_rest || { tail -n 15 "$log" >&2; fail "pip could not install the requirements; log: $log"; }
   printf '%s\n' "$requirements" >"$stamp" # last, so that an interrupted installation is repeated
 }

@@ -64,7 +64,7 @@ class Stages:
             self._stop(name)
         log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"{name} begins; its log: {log}")
+        say(f"{name} started; log: {log}")
         begin = time.monotonic()
         with open(log, "ab") as file:
             file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())
@@ -88,7 +88,7 @@ class Stages:
         if status:
             errors = sorted({line for line in lines if ERROR in line})
             print("\n".join(errors or lines[-TAIL:]), file=sys.stderr, flush=True)
-            raise StageFailed(f"{name} {how_it_failed(status)}; its log: {log}")
+            raise StageFailed(f"{name} {how_it_failed(status)}; log: {log}")
         report_end(name, lines, time.monotonic() - begin)
 
     def _wait(self, child: subprocess.Popen, log: Path, name: str) -> int:
