@@ -259,6 +259,7 @@ class LocalPlayer(ModelPlayer):
 
     def __init__(self, engine: Engine, batcher: Batcher, seed: int | str):
         self.engine = engine
+        self.engine_name = engine.name
         self.batcher = batcher
         self.seed = seed
         self.special_texts = special_texts(engine.codec.tokenizer)

@@ -83,7 +83,6 @@ def make_players(
     *,
     seed: int | str,
     games_left: int,
-    note_engines: NoteEngines = lambda names: None,
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
@@ -91,8 +90,7 @@ def make_players(
 
     Our own engines draw from one generator for all games, so two runs with the same seed differ if free memory, batch
     size or the number of processes differ; vLLM's draws depend only on seed, game and message. `games_left` is part of
-    the seeds of our engines and of servers, so that a continued run does not repeat earlier draws. `note_engines` gets
-    the names of the started engines.
+    the seeds of our engines and of servers, so that a continued run does not repeat earlier draws.
     """
     kinds = {name: player_kind(name) for name in names if isinstance(name, str)}
     folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
@@ -100,7 +98,7 @@ def make_players(
     limit = 1 if any(kind.at_terminal for kind, _ in kinds.values()) else flags.concurrent_games
     players: dict[str | Choose, Player] = {}
     if folders:
-        players |= _local_players(folders, flags, limit, seed, games_left, note_engines)
+        players |= _local_players(folders, flags, limit, seed, games_left)
     for name in dict.fromkeys(names):
         if callable(name):
             players[name] = ScriptedPlayer(name, flags.thinking)
@@ -127,7 +125,6 @@ def _local_players(
     limit: int | None,
     seed: int | str,
     games_left: int,
-    note_engines: NoteEngines,
 ) -> dict[str | Choose, Player]:
     """A player for each model. Names of the same folder share one, so that it answers both roles in one batch."""
     from tools.engine.local import ENGINE_THREAD, Batcher, LocalPlayer
@@ -137,7 +134,6 @@ def _local_players(
     to_load = sorted(set(folders.values()))
     loading = TorchState(precision=precision)
     engines = ENGINE_THREAD.submit(_start_engines, to_load, flags, limit or math.inf, loading).result()
-    note_engines(engine.name for engine in engines.values())
     for folder, engine in engines.items():
         logger.info("%s: engine %s %s", folder, engine.name, engine.computes_in)
     own_seed = random.Random(f"{seed}/{rank()}/{world_size()}/{games_left}").getrandbits(63)

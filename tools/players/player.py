@@ -182,6 +182,7 @@ class Player:
 
     at_terminal: ClassVar[bool] = False  # reads from this terminal: one game at a time, one process, no progress bar
     answers_at_once: int = 0  # messages that it works on concurrently; 0: it answers immediately
+    engine_name: str | None = None  # of a model in this process
     max_concurrent_games: float = math.inf  # more games at once would slow it down
     special_texts: frozenset[str] = frozenset()  # special tokens of the player's tokenizer, as far as known
 

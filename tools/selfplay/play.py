@@ -151,41 +151,31 @@ def play_missing(
         files.append({**episode, **plan[episode["index"]].labels})
 
     seconds = 0.0
-    for number, ((first, second, seed), tasks) in enumerate(groups.items(), start=1):
+    for number, tasks in enumerate(groups.values(), start=1):
         title = f"games, part {number} of {len(groups)}" if len(groups) > 1 else "games"
-        seconds += _play_group(
-            game,
-            tasks,
-            (first, second),
-            flags,
-            store,
-            templates=templates,
-            seed=seed,
-            note_engines=note_engines,
-            title=title,
-        )
+        who = plan[tasks[0][0]]
+        seconds += _play_group(game, tasks, who, flags, store, title, templates=templates, note_engines=note_engines)
     return seconds
 
 
 def _play_group(
     game: Game,
     tasks: Sequence[tuple[int, str]],
-    names: tuple[str, str],
+    who: Planned,
     flags: PlayFlags,
     store: OnEpisode,
+    title: str,
     *,
     templates: prompts.Templates,
-    seed: int | str,
     note_engines: NoteEngines,
-    title: str,
 ) -> float:
     """Play (index, word) pairs with a progress bar called `title`. Returns the seconds of play.
 
     Players live only in this function; otherwise they would hold a group's models while the next ones are loaded.
     """
-    players, games_at_once = make_players(
-        names, game, flags, seed=seed, games_left=len(tasks), note_engines=note_engines
-    )
+    players, games_at_once = make_players((who.first, who.second), game, flags, seed=who.seed, games_left=len(tasks))
+    if engines := {player.engine_name for player in players.values() if player.engine_name}:
+        note_engines(engines)
     at_terminal = any(player.at_terminal for player in players.values())
     # For --logging_steps, a batch is one message of each concurrent game.
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
