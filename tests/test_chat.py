@@ -200,7 +200,7 @@ def test_a_pad_token_that_is_a_word_of_the_game_is_refused_in_play_and_rows(chat
     write_records(tmp_path / "games.json", [{"target_word": "art", "max_turns": 5, "history": HISTORY}])
     flags = {"input_data_path": tmp_path / "games.json", "output_data_path": tmp_path / "rows.json"}
     flags |= {"tokenizer": chatml_model, "chat_template": True, "messages": "all"}
-    assert f"special token '{token}'" in call(assign_rewards.main, *flags_of(flags), status=2).errors
+    assert f"'{token}', a special token" in call(assign_rewards.main, *flags_of(flags), status=2).errors
 
 
 def test_messages_and_thoughts_of_other_peoples_games_lose_special_texts_in_rows(tmp_path, chatml_model):
@@ -383,7 +383,7 @@ def test_a_system_message_that_a_template_leaves_out_goes_to_the_user_and_thinki
         (LINES.replace("in messages", "in messages[-2:]").replace("END", "'</s>'"), "drops messages"),
         ("{% set messages = [messages[0], messages[-1]] %}" + LINES.replace("END", "'</s>'"), "drops messages"),
         ("{{ raise_exception('tools only') }}", "rejects the game .tools only.*; omit --chat_template"),
-        (None, "no chat template; leave out --chat_template"),
+        (None, "no chat template; omit --chat_template"),
     ],
 )
 def test_a_template_that_would_change_the_game_is_refused(template, complaint):

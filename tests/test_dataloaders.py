@@ -290,7 +290,7 @@ def test_rows_that_are_cut_are_one_warning_with_their_number(tmp_path, caplog, s
         ({"query": "a", "target": "b", "reward": math.nan}, "'reward' must be a finite number, not nan"),
         ({"query": "a", "target": "b", "weight": -1}, "'weight' is negative"),
         ({"query": "a", "target": "b", "chat_template": "false"}, "'chat_template' must be true or false"),
-        ({"messages": TALK, "answer": "42"}, "'messages' beside 'answer': take out 'answer'"),
+        ({"messages": TALK, "answer": "42"}, "'messages' beside 'answer': remove 'answer'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "'messages' has no assistant message"),
         ({"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}, "the tokenizer's chat template"),
         ({"query": "a", "target": "b", "reward": "1.0"}, "'reward': must be real number"),
@@ -321,7 +321,7 @@ def test_alpacas_fields_that_are_no_texts_are_named_in_training_and_rewards(tmp_
     (field,) = changes
     for read in (lambda: load_rows([path], chat_tokenizer), lambda: read_sft_rows(path),
                  lambda: read_sft_rows(path, ChatTemplate(chat_tokenizer, "m"))):  # fmt: skip
-        with pytest.raises(UserError, match=rf"alpaca\.jsonl: row 2: .*{field!r} must be a text"):
+        with pytest.raises(UserError, match=rf"alpaca\.jsonl: row 2: .*{field!r} must be a string"):
             read()
 
 

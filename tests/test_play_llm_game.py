@@ -356,7 +356,7 @@ def test_lost_games_leave_status_3_and_the_same_command_plays_them(run, tmp_path
     assert "word1: left unfinished: no answer" in errors and "2 games are missing; rerun the same command" in errors
     assert not (tmp_path / f"{STEM}_results.json").exists()
     Unreliable.lost = set()
-    assert "continues: 4 of 6 games" in run(max_games=6).errors
+    assert "continuing: 4 of 6 games" in run(max_games=6).errors
     assert [game["index"] for game in results(tmp_path)] == list(range(6))
     assert [json.loads(line)["index"] for line in open(tmp_path / f"{STEM}_rank0.jsonl")] == [0, 2, 4, 5, 1, 3]
 

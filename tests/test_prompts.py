@@ -81,13 +81,13 @@ def test_each_shipped_rule_text_of_taboo_tells_the_sentence_that_the_judge_takes
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"rules": "One text.\n"}, "'rules' must be a list of texts that end in a newline"),
-        ({"rules": [7]}, "'rules' must be a list of texts that end in a newline"),
-        ({"rules": []}, "'rules' must be a list of texts that end in a newline"),
-        ({"answer": 7}, "to the judge, 'answer' .7. is no right guess"),
-        ({"attacker_instruction": None}, "'attacker_instruction' is missing, or is no text"),
+        ({"rules": "One text.\n"}, "'rules' must be a list of strings that end in a newline"),
+        ({"rules": [7]}, "'rules' must be a list of strings that end in a newline"),
+        ({"rules": []}, "'rules' must be a list of strings that end in a newline"),
+        ({"answer": 7}, "the judge does not accept 'answer' .7. as"),
+        ({"attacker_instruction": None}, "'attacker_instruction' is missing or not a string"),
         ({"attacker_instruction": "No word."}, "'attacker_instruction' lacks the slot {target_word}"),
-        ({"answer": "Ich kenne das Wort! Es ist {target_word}!"}, "to the judge, 'answer' .*is no right guess"),
+        ({"answer": "Ich kenne das Wort! Es ist {target_word}!"}, "the judge does not accept 'answer' .*as a right guess"),
         ({"defender_instruction": ...}, "'defender_instruction' is missing"),
     ],
 )

@@ -102,7 +102,7 @@ def test_it_builds_the_world_runs_the_loop_and_shows_the_result(quickstart, tmp_
     (output / "report.html").touch()
     printed, build, words = quickstart("output=my out", "seed=3")
     lines = printed.splitlines()
-    assert ("QUICK=1 shows only" in lines[-1]) == (quick == "1")
+    assert ("QUICK=1 only shows" in lines[-1]) == (quick == "1")
     *_, points, report, to_play = lines[:-1] if quick == "1" else lines
     assert points == "epoch1 against imitation: points 60%" and "my out/report.html" in report
     command = shlex.split(to_play.partition("play_llm_game ")[2])

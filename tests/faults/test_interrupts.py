@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, TORCHRUN, finish, flags_of, start, wait_for
 from programs import program_flags, write_inputs
 
-GAMES = "the same command plays the others"
+GAMES = "rerun the same command to play the others"
 # Program, its file, what tells that it is at work (in its output folder), what the line must say, and whether torchrun
 # starts it.
 PROGRAMS = [

@@ -109,7 +109,7 @@ def measured(folder: Path, part: str, name: str) -> tuple[str, str]:
         shares = [share(2 * parameters(shape), float(speed), folder) for _, speed in found]
         return ", ".join(values), ", ".join(filter(None, shares))
     last = lines[-1] if lines else ""
-    if played := re.search(r"[\d,.]+ new tokens a second", last):
+    if played := re.search(r"[\d,.]+ new tokens per second", last):
         last = f"{played[0]}; {last}"
     return last.replace("|", "/")[:160], ""
 
