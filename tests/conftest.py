@@ -1,6 +1,6 @@
 """Models and tokenizers of a few thousand parameters, made on the spot: no test needs a network or a GPU.
 
-Programs mostly run in this process (helpers.call): a start of Python with torch takes 4 to 8 s.
+Programs mostly run in this process (helpers.call) or in forks (forks.py): a start of Python with torch takes 4 to 8 s.
 """
 
 import gc

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -14,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from forks import ENVIRONMENT, ROOT, Fork
 
 from tools.common.files import read_json, write_json, write_records
 from tools.common.models import model_folder
 from tools.common.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor_interval=0.1"]
 TIMEOUT = 300  # seconds that any program of a test may take
 
@@ -142,18 +142,32 @@ def start(command: list, **changes) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)), **how)
 
 
-def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+def run_ranks(words: list, *, status: int = 0, **how) -> str:
+    """Run a program as the two ranks of a launch, which must both end with this status; return what they printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [Fork(words, env=ENVIRONMENT | launch | {"RANK": rank, "LOCAL_RANK": rank}, **how) for rank in "01"]
+    try:
+        return "".join(finish(rank, status) for rank in ranks)
+    finally:
+        for rank in ranks:  # one may wait for another that has failed
+            rank.kill()
+
+
+def finish(process: subprocess.Popen | Fork, status: int | None = 0) -> str:
     """Wait for a program to end with this status (None: with any); return what it printed."""
     printed, _ = process.communicate(timeout=TIMEOUT)
     assert status is None or process.returncode == status, printed[-3000:]
     return printed
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | Fork) -> bool:
     """Wait for a condition as long as the program runs, at most TIMEOUT seconds; return whether it came true."""
     deadline = time.monotonic() + TIMEOUT
     while not (met := condition()) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
+        time.sleep(0.01)
     return met
 
 
@@ -173,7 +187,7 @@ def descendants(pid: int, word: str) -> list[psutil.Process]:
     return found
 
 
-def kill_all(process: subprocess.Popen, folder: str | os.PathLike) -> None:
+def kill_all(process: subprocess.Popen | Fork, folder: str | os.PathLike) -> None:
     """SIGKILL a program and all processes that work on a folder; return when they have ended."""
     doomed = users_of(folder)
     with contextlib.suppress(ProcessLookupError):

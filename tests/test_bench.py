@@ -1,8 +1,14 @@
 """The benchmark plays with both engines on a tiny Llama."""
 
+import pytest
 from helpers import call
 
 from tools import bench
+
+
+@pytest.fixture(autouse=True)
+def short_replies(monkeypatch):
+    monkeypatch.setattr(bench, "REPLY_TOKENS", 8)
 
 
 def test_both_engines_play_replies_of_one_length(tiny_model):

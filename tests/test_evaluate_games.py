@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from helpers import TORCHRUN, call, finish, flags_of, start, write_place
+from helpers import call, flags_of, run_ranks, write_place
 
 from tools import evaluate_games
 from tools.common.files import read_json_or_jsonl, write_words
@@ -115,6 +115,6 @@ def test_a_list_whose_values_must_differ_is_refused_with_two_of_the_same(place, 
 
 def test_two_processes_share_the_games(place, tiny_model, other_model, tmp_path):
     arguments = flags(place, {"a": tiny_model, "b": other_model}, tmp_path)
-    printed = finish(start([*TORCHRUN, "--nproc_per_node=2", "-m", "tools.evaluate_games", *arguments]))
+    printed = run_ranks(["-m", "tools.evaluate_games", *arguments])
     assert_complete(tmp_path, pairs(["a", "b"]))
     assert (tmp_path / "matches.txt").read_text() in printed

@@ -6,13 +6,12 @@ import os
 import pty
 import select
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from graded_game import Divide
-from helpers import ENVIRONMENT, call, play_flags, start
+from helpers import ENVIRONMENT, Fork, call, play_flags
 
 from tools import play_llm_game
 from tools.common.files import read_json_or_jsonl
@@ -57,8 +56,8 @@ class Terminal:
 
     def __init__(self, flags: list[str]):
         self.end, inner = pty.openpty()
-        streams = {"stdin": inner, "stdout": inner, "stderr": inner, "env": ENVIRONMENT | {"TERM": "dumb"}}
-        self.program = start([sys.executable, "-m", "tools.play_llm_game", *flags], **streams)
+        how = {"terminal": os.ttyname(inner), "env": ENVIRONMENT | {"TERM": "dumb"}}
+        self.program = Fork(["-m", "tools.play_llm_game", *flags], **how)
         os.close(inner)
         self.screen = ""
 

@@ -7,8 +7,6 @@ lines under "Run it" are what the test does with it.
 import json
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, call, flags_of, play_flags, words_of, write_place, write_rows
+from helpers import ROOT, Fork, call, finish, flags_of, play_flags, words_of, write_place, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -254,10 +252,8 @@ def test_a_training_method_is_a_class_with_its_loss_and_its_flags(tiny_model, tm
     (tmp_path / "reinforce.py").write_text(METHOD, encoding="utf-8")
 
     # Run it: all else, from --help to the record, follows from the class.
-    how = {"cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True, "text": True}
     words = training(tiny_model, tmp_path, train_method="Reinforce", baseline=0.75)
-    done = subprocess.run([sys.executable, "reinforce.py", *words], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(Fork([tmp_path / "reinforce.py", *words], cwd=tmp_path))
     assert read_json(tmp_path / "out/settings.json")["settings"]["baseline"] == 0.75
     first, second, *_ = read_json(tmp_path / "out/trainer_state.json")["log_history"]
     assert second["policy_loss"] < first["policy_loss"]
@@ -293,10 +289,7 @@ def test_a_coefficient_is_a_flag_and_its_use_in_the_loss(tiny_model, tmp_path):
 
     # Run it: at ratio 1 the loss is minus the mean reward.
     changes = {"train_method": "OfflinePO", "ref_model_name_or_path": tiny_model, "reward_scale": 2}
-    how = {"cwd": project, "env": ENVIRONMENT | {"PYTHONPATH": str(project)}, "capture_output": True, "text": True}
-    words = training(tiny_model, tmp_path, **changes)
-    done = subprocess.run([sys.executable, "train.py", *words], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finish(Fork([project / "train.py", *training(tiny_model, tmp_path, **changes)], cwd=project))
     assert read_json(tmp_path / "out/settings.json")["settings"]["reward_scale"] == 2
     first, *_ = read_json(tmp_path / "out/trainer_state.json")["log_history"]
     assert first["policy_loss"] == pytest.approx(-2 * (1 + 0.25) / 2, rel=1e-4)
@@ -395,9 +388,8 @@ def test_a_flag_of_play_is_a_line_that_declares_it_and_its_use(tiny_model, tmp_p
         (tmp_path / file).write_text(code.replace(before, lines + before), encoding="utf-8")
 
     # Run it: at 1 only the likeliest token is left.
-    how = {"cwd": tmp_path, "env": ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", USE, tiny_model], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "use.py").write_text(USE, encoding="utf-8")
+    finish(Fork([tmp_path / "use.py", tiny_model], cwd=tmp_path))
 
 
 def points_of(loop, player):

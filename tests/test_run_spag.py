@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import build_tokenizer, load_chat_template
-from helpers import ENVIRONMENT, ROOT, call, copy_model, descendants, finish, start, users_of, wait_for, words_of
+from helpers import ENVIRONMENT, ROOT, Fork, call, copy_model, descendants, finish, start, users_of, wait_for, words_of
 
 import arguments
 from tools import run_spag
@@ -364,8 +364,9 @@ def test_a_failing_stage_ends_the_loop_and_a_failing_report_does_not(run, capsys
 
 def start_stage(folder: Path, script: str, **how) -> subprocess.Popen:
     """Run a shell script as a stage, in a process of its own."""
-    code = "import sys; from tools.loop.stages import Stages; from tools.common.programs import run_program\n"
-    code += "run_program(lambda: Stages(sys.argv[1]).run('epoch1_play', ['sh', '-c', sys.argv[2], sys.argv[1]]))"
+    code = "import sys; from tools.loop import stages; from tools.common.programs import run_program\n"
+    code += "stages.GRACE, (folder, script) = 1, sys.argv[1:]\n"
+    code += "run_program(lambda: stages.Stages(folder).run('epoch1_play', ['sh', '-c', script, folder]))"
     return start([*how.pop("launch", []), sys.executable, "-c", code, folder, script], **how)
 
 
@@ -444,11 +445,11 @@ def test_a_terminal_that_is_gone_ends_the_stage_too(tmp_path):
 
 
 def test_a_stage_that_is_suspended_for_a_while_goes_on_and_so_does_the_loop(tmp_path):
-    process = start_stage(tmp_path, "sleep 3; true")
+    process = start_stage(tmp_path, "sleep 1; true")
     stage, itself = wait_for_sleep(process).parent(), psutil.Process(process.pid)
     for each in (stage, itself):  # as Slurm suspends a job
         each.suspend()
-    time.sleep(2)
+    time.sleep(1)
     itself.resume()
     time.sleep(1)
     ended = process.poll()
@@ -458,7 +459,7 @@ def test_a_stage_that_is_suspended_for_a_while_goes_on_and_so_does_the_loop(tmp_
 
 
 def test_nohup_keeps_the_loop_from_ending_with_its_terminal(tmp_path):
-    process = start_stage(tmp_path, "sleep 3; true", launch=["nohup"])
+    process = start_stage(tmp_path, "sleep 1; true", launch=["nohup"])
     wait_for_sleep(process)
     process.send_signal(signal.SIGHUP)
     finish(process)
@@ -468,8 +469,8 @@ def test_nohup_keeps_the_loop_from_ending_with_its_terminal(tmp_path):
 
 
 def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_have_ended(inputs):
-    def start_loop(**changes) -> subprocess.Popen:
-        return start([sys.executable, "-m", "tools.run_spag", *words_of(inputs | {"until": "imitation"} | changes)])
+    def start_loop(**changes) -> Fork:
+        return Fork(["-m", "tools.run_spag", *words_of(inputs | {"until": "imitation"} | changes)])
 
     def has_lock(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):

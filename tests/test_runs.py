@@ -1,12 +1,12 @@
 """How programs are started: by path from any folder, as modules, by a launcher. And what ranks tell each other."""
 
 import json
-import socket
+import re
 import subprocess
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, TORCHRUN, flags_of, start
+from helpers import ENVIRONMENT, ROOT, TORCHRUN, Fork, finish, flags_of, run_ranks
 
 PROGRAMS = sorted(
     path.relative_to(ROOT).with_suffix("")
@@ -24,8 +24,9 @@ def run(*words, cwd=ROOT, status: int = 0) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_a_program_prints_its_help_by_path_from_any_folder_and_as_a_module(program, tmp_path):
-    assert "--" in run(ROOT / f"{program}.py", "--help", cwd=tmp_path).stdout
-    assert "--" in run("-m", str(program).replace("/", "."), "--help").stdout
+    by_path = run(ROOT / f"{program}.py", "--help", cwd=tmp_path).stdout
+    as_a_module = finish(Fork(["-m", str(program).replace("/", "."), "--help"]))
+    assert all(re.search("--|=", shown) for shown in (by_path, as_a_module))  # flags, or settings
 
 
 def test_the_help_of_play_needs_no_torch():
@@ -63,13 +64,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_all_ranks_get_the_answers_and_errors_of_rank_0_and_a_process_group_can_follow(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        start([sys.executable, "-c", RANK], env=ENVIRONMENT | address | {"RANK": rank}, stderr=None, cwd=tmp_path)
-        for rank in ("1", "0")
-    ]
-    answers = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
+    printed = run_ranks([tmp_path / "rank.py"], cwd=tmp_path)
+    answers = [json.loads(line) for line in printed.splitlines() if line.startswith("[0, ")]
     assert answers == [[0, "[Errno 2] No such file or directory: 'nowhere'", ["again"]]] * 2

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, finish, start
+from helpers import ENVIRONMENT, Fork, finish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools import spag
@@ -235,7 +235,7 @@ def test_a_script_s_own_utils_py_is_no_obstacle(tiny_model, tmp_path):
         print(utils.NAME, spag.judge(episodes[0]).outcome, loss.isfinite().item())
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
-    printed = finish(start([sys.executable, "script.py"], cwd=tmp_path))
+    printed = finish(Fork([tmp_path / "script.py"], cwd=tmp_path))
     assert printed.splitlines()[-1] == "mine tied game True"
 
 

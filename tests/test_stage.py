@@ -9,7 +9,7 @@ import time
 
 import pytest
 from filelock import FileLock
-from helpers import ENVIRONMENT, TORCHRUN, contents, finish, start
+from helpers import ENVIRONMENT, contents, finish, run_ranks, start
 
 from tools.common.errors import UserError
 from tools.common.files import read_json, write_json
@@ -35,8 +35,8 @@ def work(folder, seed=1, how="end") -> bool:
         return begun.todo
 
 
-def begin(*words, launcher=(sys.executable,), **environment):
-    return start([*launcher, __file__, *words], env=ENVIRONMENT | environment)
+def begin(*words, **environment):
+    return start([sys.executable, __file__, *words], env=ENVIRONMENT | environment)
 
 
 def test_work_is_done_once_and_its_record_says_how(tmp_path):
@@ -155,11 +155,10 @@ def test_files_and_models_are_compared_by_content(tmp_path):
 
 
 def test_rank_0_decides_for_all_ranks(tmp_path):
-    launcher = [*TORCHRUN, "--nproc_per_node", "2"]
     for state in ("todo", "done"):
-        printed = finish(begin(tmp_path, launcher=launcher))
+        printed = run_ranks([__file__, tmp_path])
         assert sorted(re.findall(f"{state} ([01])", printed)) == ["0", "1"]
-    finish(begin(tmp_path, 2, launcher=launcher), status=1)
+    run_ranks([__file__, tmp_path, 2], status=2)
 
 
 def test_a_program_that_needs_no_ranks_asks_for_none(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, call, descendants, finish, start, wait_for
+from helpers import ROOT, Fork, call, descendants, finish, flags_of, wait_for
 
 from tools import evaluate_belief
 from tools.common.errors import UserError
@@ -518,11 +518,18 @@ def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(
     assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")
 
 
+def start_study(folder: Path, script: str, *seeds: int) -> Fork:
+    """Start a study of one arm, with a shell script as its loop."""
+    code = "from tools.lab import study as run; from tools.common.programs import run_program\n"
+    code += f"run.loop_command = lambda argv: ['sh', '-c', {script!r}]\nrun_program(run.main)"
+    (folder / "program.py").write_text(code)
+    (folder / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
+    flags = {"output_dir": folder / "out", "seeds": seeds}
+    return Fork([folder / "program.py", folder / "arms.toml", *flags_of(flags)])
+
+
 def test_a_signal_to_the_study_ends_its_programs(tmp_path):
-    code = "import sys; from tools.lab import study as run; from tools.common.programs import run_program\n"
-    code += "run.loop_command = lambda argv: ['sh', '-c', 'sleep 60; true', str(argv)]\nrun_program(run.main)"
-    (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
-    process = start([sys.executable, "-c", code, tmp_path / "arms.toml", "--output_dir", tmp_path / "out"])
+    process = start_study(tmp_path, "sleep 60; true", 1)
     assert wait_for(lambda: bool(descendants(process.pid, "sleep")), process)
     programs = descendants(process.pid, "sleep")
     process.send_signal(signal.SIGTERM)
@@ -532,10 +539,6 @@ def test_a_signal_to_the_study_ends_its_programs(tmp_path):
 
 @pytest.mark.parametrize("end", ["kill -TERM $$", "kill -INT $$", "exit 130", "exit 143"])
 def test_after_a_program_that_a_signal_ended_no_further_seed_begins_and_none_is_said_to_have_failed(tmp_path, end):
-    code = "import sys; from tools.lab import study as run; from tools.common.programs import run_program\n"
-    code += f"run.loop_command = lambda argv: ['sh', '-c', {end!r}]\nrun_program(run.main)"
-    (tmp_path / "arms.toml").write_text("[arms.one]\nmodel = 'm'\nwords = 'w'\n")
-    words = [tmp_path / "arms.toml", "--output_dir", tmp_path / "out", "--seeds", "1", "2", "3"]
-    printed = finish(start([sys.executable, "-c", code, *words]), status=1)
+    printed = finish(start_study(tmp_path, end, 1, 2, 3), status=1)
     assert "seed 1: one" in printed and "seed 2" not in printed and "failed" not in printed
     assert "the same command continues" in printed

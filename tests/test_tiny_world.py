@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from helpers import call
+from helpers import Fork, call, finish
 from scripted import messages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +60,10 @@ SIZES = ["--pretraining_facts", "640", "--imitation_facts", "30", "--facts", "20
 def world(tmp_path_factory):
     """A world of few facts and games, its model trained for some steps only."""
     folder = tmp_path_factory.mktemp("world")
-    call(build.main, "--output_dir", folder, *SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "processes_of_cores", lambda: 1)
+        patch.setattr(build, "run_python", lambda *words: finish(Fork(words)))
+        call(build.main, "--output_dir", folder, *SIZES)
     return folder
 
 

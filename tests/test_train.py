@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from conftest import GOLDEN, ROOT, build_llama, build_tokenizer, load_golden
-from helpers import TORCHRUN, call, contents, copy_model, finish, flags_of, reset_process, start, write_rows
+from helpers import Fork, call, contents, copy_model, finish, flags_of, reset_process, run_ranks, write_rows
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -58,9 +57,9 @@ def refused(output, settings: dict, message: str, **changes) -> None:
     assert re.search(message, errors.splitlines()[-1]), errors[-2000:]
 
 
-def launch(output, processes: int, settings: dict) -> list[dict]:
-    """Train under torchrun; return what was logged at each step."""
-    printed = finish(start([*TORCHRUN, f"--nproc_per_node={processes}", "train.py", *flags(output, settings)]))
+def launch(output, settings: dict) -> list[dict]:
+    """Train in two processes; return what was logged at each step."""
+    printed = run_ranks(["train.py", *flags(output, settings)])
     assert "`torch.distributed." not in printed  # ZeRO-3 would print one for each parameter and micro-batch
     return steps_of(output)
 
@@ -185,7 +184,7 @@ def test_rows_dealt_out_by_length_make_the_same_steps(tmp_path, tiny_model, othe
     settings = offline_po(path, tiny_model, other_model, max_steps=11, learning_rate=1e-4, seed=7)
     plain = run(tmp_path / "plain", settings | {"train_data_path": shuffled})
     settings |= {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 2}
-    steps = launch(tmp_path / "dealt", 2, settings | {"gradient_accumulation_steps": 2})
+    steps = launch(tmp_path / "dealt", settings | {"gradient_accumulation_steps": 2})
     assert_same_curve(steps, plain)
     assert len(steps) == 11
 
@@ -221,7 +220,7 @@ def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model
     reference = tiny_model if config == "default_offload_opt_param.json" else other_model
     settings = offline_po(mixed_rows, tiny_model, reference, per_device_train_batch_size=2)
     settings |= {"gradient_accumulation_steps": 2, "deepspeed": config and ROOT / "configs" / config}
-    steps = launch(tmp_path / "out", 2, settings)
+    steps = launch(tmp_path / "out", settings)
     expected, output = plain_runs[reference]
     assert_same_training(steps, tmp_path / "out", expected, output, tiny_model)
 
@@ -230,7 +229,7 @@ def test_deepspeed_in_bf16_saves_bf16_and_keeps_logprobs_in_fp32(tmp_path, plain
     """In one process, which needs no launcher."""
     pytest.importorskip("deepspeed")
     settings = offline_po(mixed_rows, tiny_model, tiny_model, deepspeed=ROOT / "configs" / "zero2.json", bf16=True)
-    finish(start([sys.executable, "train.py", *flags(tmp_path / "out", settings)]))
+    finish(Fork(["train.py", *flags(tmp_path / "out", settings)]))
     steps = steps_of(tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -519,7 +518,7 @@ def test_lora_loads_its_frozen_base_in_bf16(tmp_path, mixed_rows, tiny_model, co
     settings = offline_po(mixed_rows, tiny_model, tiny_model, lora_rank=4, lora_merge=True, learning_rate=0.02)
     plain = run(tmp_path / "fp32", settings)
     settings |= {"bf16": True, "per_device_train_batch_size": 4, "deepspeed": config and ROOT / "configs" / config}
-    steps = launch(tmp_path / "out", 2, settings)
+    steps = launch(tmp_path / "out", settings)
     assert abs(steps[0]["log_ratio"]) < 1e-4 and steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert_close(losses_of(steps), losses_of(plain), rtol=0.03, atol=0.03)
     merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")

@@ -1,12 +1,11 @@
 """GRPO by TRL on a game: the example trains a tiny model for two steps."""
 
 import re
-import sys
 
 import pytest
 import torch
 from conftest import build_llama, load_chat_template
-from helpers import finish, flags_of, start
+from helpers import Fork, finish, flags_of
 
 from tools.engine.random_model import train_tokenizer
 from tools.games import load_game
@@ -30,7 +29,7 @@ def test_two_steps_of_grpo(role, chat_model, tmp_path):
     flags = {"model_name_or_path": chat_model, "role": role, "words": tmp_path / "words.txt", "max_steps": 2}
     flags |= {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 8, "logging_steps": 1}
     flags |= {"bf16": torch.cuda.is_available(), "report_to": "none", "output_dir": tmp_path / "out", "seed": 2}
-    printed = finish(start([sys.executable, "-m", "tools.examples.trl_grpo", *flags_of(flags)]))
+    printed = finish(Fork(["-m", "tools.examples.trl_grpo", *flags_of(flags)]))
     steps = [
         {name: float(re.search(rf"'{name}': '([^']*)'", line)[1]) for name in ("grad_norm", "reward_std")}
         for line in printed.splitlines()

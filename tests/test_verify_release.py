@@ -1,12 +1,10 @@
 """tests/golden/verify_release.py, with stand-ins for the release's modules: they answer by the recorded files."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 from conftest import GOLDEN
-from helpers import ENVIRONMENT
+from helpers import Fork, finish
 
 from tools.common.files import read_json
 
@@ -61,11 +59,8 @@ def release(tmp_path):
 
 
 def verify(release, status: int) -> list[str]:
-    command = [sys.executable, GOLDEN / "verify_release.py", "--release", release, "--only", *PARTS]
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=release, env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr[-3000:] or done.stdout
-    return done.stdout.splitlines()
+    words = [GOLDEN / "verify_release.py", "--release", release, "--only", *PARTS]
+    return finish(Fork(words, cwd=release), status).splitlines()
 
 
 def test_recorded_answers_are_found_equal_and_a_changed_one_is_named(release):

@@ -27,7 +27,7 @@ def write_inputs(folder: Path, games: int) -> Path:
 
 def program_flags(folder: Path, model: str, other: str) -> dict[str, dict]:
     """The flags of each program but for its output. Decoding is greedy."""
-    playing = {"max_turns": 2, "max_length": 160, "max_new_tokens": 16, "per_device_eval_batch_size": 2, "top_k": 1}
+    playing = {"max_turns": 2, "max_length": 160, "max_new_tokens": 8, "per_device_eval_batch_size": 2, "top_k": 1}
     playing |= {"logging_steps": 0, "prompt_templates": folder / "prompts.json"}
     play = {"attacker_model_name_or_path": model, "defender_model_name_or_path": model}
     play |= {"data_path": folder / "words.txt", "model_prefix": "m", "data_suffix": "w"}

@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-import sys
 
 import pytest
-from helpers import ROOT, TORCHRUN, finish, flags_of, start, wait_for
+from helpers import ROOT, TORCHRUN, Fork, finish, flags_of, start, wait_for
 from programs import program_flags, write_inputs
 
 GAMES = "rerun the same command to play the others"
@@ -28,8 +27,8 @@ def test_ctrl_c_is_one_line_and_no_traceback(
     folder = write_inputs(tmp_path, games=1)
     (folder / "words.txt").write_text("\n".join(f"word{number}" for number in range(2000)))
     flags = program_flags(folder, tiny_model, other_model)[name] | {"output_dir": folder / "out"} | LONGER[name]
-    launch = [*TORCHRUN, "--nproc_per_node=2"] if by_torchrun else [sys.executable]
-    process = start([*launch, file, *flags_of(flags)])
+    words = [file, *flags_of(flags)]
+    process = start([*TORCHRUN, "--nproc_per_node=2", *words]) if by_torchrun else Fork(words)
     assert wait_for(lambda: any((folder / "out").glob(at_work)), process)
     os.killpg(process.pid, signal.SIGINT)
     printed = finish(process, status=None if by_torchrun else 130)
@@ -43,7 +42,7 @@ def test_ctrl_c_is_one_line_and_no_traceback(
 def test_ctrl_c_ends_a_program_that_begins_again(tmp_path, tiny_model, other_model):
     flags = program_flags(write_inputs(tmp_path, games=100_000), tiny_model, other_model)["rewards"]
     flags |= {"output_data_path": tmp_path / "r.json"}
-    process = start([sys.executable, "tools/assign_rewards.py", *flags_of(flags)])
+    process = Fork(["tools/assign_rewards.py", *flags_of(flags)])
     assert wait_for((tmp_path / "r.json_rewards_settings.json").is_file, process)
     os.killpg(process.pid, signal.SIGINT)
     printed = finish(process, status=130)

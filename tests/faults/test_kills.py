@@ -8,7 +8,6 @@ import contextlib
 import json
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, call, finish, flags_of, kill_all, start, users_of, wait_for, words_of
+from helpers import ROOT, TORCHRUN, Fork, call, finish, flags_of, kill_all, users_of, wait_for, words_of
 from programs import BATCH, program_flags, write_inputs
 from safetensors.torch import load_file
 
@@ -84,16 +83,16 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(
     for _ in range(1 + campaign_round % 3):
         start_and_kill(kill, program, tmp_path, rng.uniform(0, 0.9) * size_of(folder / name), rng)
     if kill.program == "DeepSpeed":  # it can continue only with the same number of processes
-        finish(start(command(kill, program, tmp_path)))
+        finish(begin(kill, program, tmp_path))
     else:
         call(program.main, *program.words(tmp_path))
     same(tmp_path, folder / name, program.files, program.tolerance)
 
 
-def command(kill: Kill, program: Program, output: Path) -> list[str]:
-    """The command line of a new process."""
-    launcher = [*TORCHRUN, "--nproc_per_node=2"] if kill.launcher == "torchrun" else [sys.executable]
-    return [*launcher, "-m", program.main.__module__, *program.words(output, 2 if kill.launcher == "torchrun" else 1)]
+def begin(kill: Kill, program: Program, output: Path) -> Fork:
+    """Start a program as a process of its own, or torchrun, which starts two new ones."""
+    launcher = [*TORCHRUN[1:], "--nproc_per_node=2"] if kill.launcher == "torchrun" else []
+    return Fork([*launcher, "-m", program.main.__module__, *program.words(output, 2 if launcher else 1)])
 
 
 def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng: random.Random) -> None:
@@ -101,7 +100,7 @@ def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng:
 
     No process of the program is left: ranks that outlive their launcher are waited for.
     """
-    process = start(command(kill, program, output))
+    process = begin(kill, program, output)
     wait_for(lambda: size_of(output) >= size, process)
     time.sleep(rng.uniform(0, 0.02))
     if kill.how == "all":
@@ -182,7 +181,7 @@ def test_a_killed_loop_ends_with_what_an_undisturbed_run_leaves(
     settings |= {"match.words": folder / "words.txt", "match.max_words": 4, "report": False}
 
     def begin(output: Path):
-        return start([sys.executable, "-m", "tools.run_spag", *words_of(settings | {"output": output})])
+        return Fork(["-m", "tools.run_spag", *words_of(settings | {"output": output})])
 
     undisturbed, rng = folder / "loop", random.Random(f"loop {campaign_round}")
     if not undisturbed.exists():
