@@ -187,7 +187,7 @@ def summary(game: Game, episodes: Iterable[Mapping]) -> dict:
 def summary_line(counts: Mapping) -> str:
     parts = [f"{counts['games']:,} games: {listed(counts['outcomes'])}"]
     if counts["games"]:
-        parts.append(f"the deciding message is number {counts['mean_length']:.1f} on average")
+        parts.append(f"mean length {counts['mean_length']:.1f} messages")
     parts.append(
         f"{counts['messages']:,} messages, of which {counts['empty_replies']:,} are empty and "
         f"{counts['cut_off_replies']:,} cut off at the token limit; {counts['cut_prompts']:,} prompts were cut"
