@@ -41,7 +41,7 @@ def test_functions_play_and_their_games_become_rows(episodes):
     assert "### Response:" in rows[0]["query"] and "apple" not in rows[0]["query"]
     assert spag.rows(episodes, prompt="random", seed=1)[0]["query"] != rows[0]["query"]
     assert len(spag.rows(episodes, game=load_game("taboo"), losers=0.5)) == 4
-    with pytest.raises(ValueError, match="a game of 'twenty_questions', not of 'taboo'"):
+    with pytest.raises(ValueError, match="'twenty_questions', not of 'taboo'"):
         spag.judge(episodes[0] | {"game": "twenty_questions"})
 
 
