@@ -3,6 +3,7 @@
 The project's modules are imported by each program itself, so none may be imported here.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -20,6 +21,13 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OM
 SERVER = multiprocessing.get_context("forkserver")
 LIBRARIES = ["datasets", "peft", "textblob", "torch.utils.tensorboard", "transformers.trainer"]
 SERVER.set_forkserver_preload([*LIBRARIES, "transformers.models.llama.modeling_llama"])
+
+
+@atexit.register
+def kill_the_rest() -> None:
+    """Python would wait for programs that failed tests have left."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 class Fork:
