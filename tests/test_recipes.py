@@ -23,6 +23,8 @@ from tools import assign_rewards, controls, play_llm_game, run_spag, spag
 from tools.common.files import read_json, read_json_or_jsonl, write_json, write_records
 from tools.common.flags import NAMED_MODELS, NamedPath, flag
 from tools.controls import Control
+from tools.loop.settings import TABLES, parser_of
+from tools.loop.settings import flags_of as stage_flags_of
 from tools.players import make
 from tools.players.player import Player
 from tools.selfplay.play import Planned
@@ -146,8 +148,12 @@ def with_pool(loop):
             pool.append(f"{step.name}={step.trained}")
 
 
-def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch):
+def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch, request):
     monkeypatch.setattr(play_llm_game, "Flags", WithPool)  # in tools/play_llm_game.py: the flag, `plan`, a setting
+    monkeypatch.setitem(TABLES, "play", replace(TABLES["play"], flags=WithPool))  # made of it at the import
+    for cached in (parser_of, stage_flags_of):  # an earlier test may have made them of Flags
+        cached.cache_clear()
+        request.addfinalizer(cached.cache_clear)
 
     # Run it: another model says another thing, and rows are made of the attacker, who is trained next.
     place = write_place(tmp_path, ["art"] * 8)
