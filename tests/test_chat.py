@@ -149,7 +149,7 @@ def test_rows_with_a_merge_across_the_border_are_encoded_apart_with_one_warning(
     assert merged != apart[0]
     encoded = load_rows([str(write_rows(tmp_path / "rows.json", rows))], tokenizer)
     assert [row["input_ids"] for row in encoded] == apart
-    (warning,) = [line for line in caplog.messages if "apart" in line]
+    (warning,) = [line for line in caplog.messages if "encoded separately" in line]
     assert "1 of 2 rows" in warning
 
 

@@ -228,7 +228,7 @@ def test_a_maximum_length_beyond_the_positions_is_one_warning(caplog):
     for max_length, warnings in ((64, 0), (65, 1)):
         LocalModel(model, tokenizer, EngineFlags(max_length=max_length, max_new_tokens=8, task_type="testing"))
         messages = [record.getMessage() for record in caplog.records if record.name == "tools.common.ranks"]
-        assert len(messages) == warnings and all(re.search("65, .* 64 positions", message) for message in messages)
+        assert len(messages) == warnings and all(re.search("65 .* 64 positions", message) for message in messages)
 
 
 # What tokenizer_config.json says (class, legacy), and (normalizer, pre_tokenizer) of tokenizer.json.

@@ -167,7 +167,7 @@ def test_a_mac_and_a_machine_with_a_gpu_get_the_usual_build(project, run, progra
 
 
 def test_an_old_python_is_named_and_a_failing_pip_shows_what_it_said(run):
-    assert "python3 is not Python 3.11 to 3.14; PYTHON=" in run(status=2, TOO_OLD="1")[0]
+    assert "python3 is not Python 3.11 to 3.14; set PYTHON=" in run(status=2, TOO_OLD="1")[0]
     printed = run(status=2, FAILING="pip install")[0]
     assert "ERROR: ResolutionImpossible" in printed and ".venv/quickstart.log" in printed.splitlines()[-1]
     _, calls, installed = run("-k", "collator", script="test.sh")  # the environment counts as unfinished
