@@ -158,7 +158,7 @@ def test_settings_and_counts_stand_beside_the_rows_and_a_second_start_prints_the
     assert saved | notes == saved
     for part in ("4 games", "attacker wins 1", "tied game 1", "4 rows: attacker 2, defender 2", "attacker 1.00"):
         assert part in printed
-    assert "below 0" not in printed
+    assert "negative" not in printed
     assert start(decay_weight=0.9, **flags).output == printed
 
 
