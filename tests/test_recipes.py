@@ -123,9 +123,11 @@ def test_a_kind_of_player_is_a_class_and_its_prefix(tmp_path, monkeypatch):
 class WithPool(play_llm_game.Flags):
     """Each game's defender is drawn from models of earlier epochs, of which one at a time is in memory."""
 
-    defender_pool: list[NamedPath] = flag("players, of which one is drawn for each game", **NAMED_MODELS)
+    defender_pool: list[NamedPath] = flag("players, of which one is drawn for each game", default=[], **NAMED_MODELS)
 
     def plan(self, words):
+        if not self.defender_pool:  # as in epoch 1
+            return super().plan(words)
         drawn = random.Random(self.seed).choices(self.defender_pool, k=len(words))
         attacker = self.attacker_model_name_or_path
         return [Planned(attacker, path, f"{self.seed}/{name}", {"defender": name}) for name, path in drawn]
