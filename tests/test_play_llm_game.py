@@ -286,7 +286,7 @@ def test_the_summary_worked_by_hand():
         "new_tokens": 10,
     }
     line = summary_line(summary(GAME, games))
-    for part in ("4 games", "attacker wins 1", "tied game 1", "number 1.8", "7 messages", "1 are empty", "1 cut off"):
+    for part in ("4 games", "attacker wins 1", "tied game 1", " 1.8 ", "7 messages", "1 are empty", "1 cut off"):
         assert part in line
     assert "5 prompts were cut" in line and "thought" not in line and summary_line(summary(GAME, []))
     counts = summary(load_game("twenty_questions"), [{"history": [], "outcome": "found", "length": 0}])
