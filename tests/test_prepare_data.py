@@ -27,7 +27,7 @@ def test_a_list_is_split_into_words_of_training_and_held_out_ones_which_have_non
     assert len(held_out) == 10 and sorted(train + held_out) == sorted(first)
     assert [train, held_out] == [sorted(each, key=first.index) for each in (train, held_out)]
     assert split(seed=0) == [train, held_out] != split(seed=1)
-    for number in (0, -1):
+    for number in (0, -1, len(first)):
         assert "number is" in prepare("split", **paths, number=number, status=2).errors
 
 

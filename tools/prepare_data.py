@@ -12,6 +12,7 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.common.errors import UserError
 from tools.common.files import ROOT, read_json_or_jsonl, read_text, read_words, write_json, write_records, write_words
 from tools.common.flags import FlagGroup, flag, parse_command
 from tools.common.programs import run_program, run_python
@@ -62,6 +63,8 @@ class Split(FlagGroup):
         words: dict[str, str] = {}
         for word in read_words(self.input):
             words.setdefault(" ".join(unicodedata.normalize("NFKC", word).casefold().split()), word)
+        if self.number >= len(words):
+            raise UserError(f"number is {self.number}; {self.input} has {len(words)} words, and some must remain")
         drawn = set(random.Random(self.seed).sample(list(words.values()), self.number))
         write_words(self.held_out, [word for word in words.values() if word in drawn])
         write_words(self.output, [word for word in words.values() if word not in drawn])

@@ -22,7 +22,7 @@ import pandas as pd
 from tools.common.files import ROOT, read_json, write_json
 from tools.loop.settings import read_record
 from tools.measure.estimates import CONFIDENCE, EQUIVALENCE, UNKNOWN, holm, markdown, student, with_interval
-from tools.measure.matches import BOTH, MEASURES
+from tools.measure.matches import BOTH, MEASURES, read_matches
 
 BASE = "base"
 IMITATION = "imitation"
@@ -83,7 +83,7 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
         player = epoch_folder.name
         match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
-            numbers[player] |= match_numbers(read_json(match), player)
+            numbers[player] |= match_numbers(read_matches(match), player)
     for path in loop.rglob("belief.json"):  # also what a function of `after` has measured, in a folder of any name
         for row in read_json(path)["table"]:
             numbers[row["model"]] |= belief_numbers(row)
