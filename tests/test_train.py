@@ -806,7 +806,7 @@ def test_a_maximum_length_beyond_the_positions_is_one_warning(tmp_path):
         part.save_pretrained(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", [GAME] * 8)
     errors = call(train.main, *flags(tmp_path / "out", sft(rows, tmp_path / "model", max_steps=1))).errors
-    assert len(re.findall("WARNING --max_length 128, .* 64 positions", errors)) == 1
+    assert len(re.findall("WARNING --max_length 128 .* 64 positions", errors)) == 1
 
 
 @pytest.mark.parametrize(
