@@ -171,6 +171,8 @@ class SPAGArguments(MethodArguments):
             self.dataloader_pin_memory = False
         self.remove_unused_columns = False  # the collator chooses the columns
         self.ddp_find_unused_parameters = bool(self.ddp_find_unused_parameters)  # None would mean True
+        # transformers 5.19 has no other name for this flag.
+        warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
         with user_errors("the Trainer's flags", ValueError, TypeError, ImportError, RuntimeError):
             super().__post_init__()
             for callback in get_reporting_integration_callbacks(self.report_to):
