@@ -291,8 +291,8 @@ def test_a_coefficient_is_a_flag_and_its_use_in_the_loss(tiny_model, tmp_path):
         shutil.copy(file, project)
     code = (project / "trainers.py").read_text(encoding="utf-8")
     for before, lines in COEFFICIENT:
-        assert code.count(before) == 1
-        code = code.replace(before, lines + before)
+        assert before in code
+        code = code.replace(before, lines + before, 1)
     (project / "trainers.py").write_text(code, encoding="utf-8")
 
     # Run it: at ratio 1 the loss is minus the mean reward.
