@@ -25,6 +25,7 @@ from tools.common.flags import NAMED_MODELS, NamedPath, flag
 from tools.controls import Control
 from tools.loop.settings import TABLES, parser_of
 from tools.loop.settings import flags_of as stage_flags_of
+from tools.measure.matches import BOTH, pooled_rows, read_matches, shown_rows
 from tools.players import make
 from tools.players.player import Player
 from tools.selfplay.play import Planned
@@ -140,7 +141,10 @@ class WithPool(play_llm_game.Flags):
 
 
 def with_pool(loop):
-    """The steps of the loop, in which an epoch plays against the models of all epochs before it."""
+    """The steps of the loop, in which an epoch plays as attacker against the models of all epochs before it.
+
+    Rows of the defender are then of other models than the one that is trained: a control may leave them out.
+    """
     pool = []
     for step in run_spag.steps(loop):
         if step.stage == "play" and pool:
@@ -400,23 +404,22 @@ def test_a_flag_of_play_is_a_line_that_declares_it_and_its_use(tiny_model, tmp_p
     finish(Fork([tmp_path / "use.py", tiny_model], cwd=tmp_path))
 
 
-def points_of(loop, player):
-    """The points of a model against imitation and their interval."""
-    matches = read_json(Path(loop.output, player, "eval", "matches.json"))
-    return next((row["points"], row["points_interval"]) for row in matches["results"] if row["role"] == "both")
+def points(loop, epoch):
+    """The points of an epoch's match, over all words and both roles, and their interval; None without a match."""
+    path = Path(loop.output, f"epoch{epoch}", "eval", "matches.json")
+    if not path.is_file():
+        return None
+    row = pooled_rows(shown_rows(read_matches(path)))[-1]
+    return row["points"], row["points_interval"]
 
 
 def stops_early(loop):
-    """The loop ends when the points of an epoch are below the interval of the epoch before."""
-    best = 0.0
+    """The loop ends with an epoch whose points are below the interval of the epoch before."""
     for step in run_spag.steps(loop):
-        yield step  # while the loop runs, it has ended when the next line is reached
-        player = step.name.removesuffix("_eval")
-        if Path(loop.output, player, "eval", "matches.json").is_file():
-            points, (low, _) = points_of(loop, player)
-            if points < best:
-                return
-            best = low
+        before, newest = (points(loop, (step.epoch or 0) - back) for back in (2, 1))
+        if before and newest and newest[0] < before[1][0]:
+            return
+        yield step
 
 
 tracked = {}
@@ -424,8 +427,8 @@ tracked = {}
 
 def track(loop, step):
     """So W&B, or another tracker, gets the points of an epoch."""
-    if step.name.endswith("_eval"):
-        tracked[step.name] = points_of(loop, step.name.removesuffix("_eval"))[0]
+    if step.what == "eval":
+        tracked[step.epoch] = points(loop, step.epoch)[0]
 
 
 def test_a_loop_that_stops_by_its_results_and_tracks_them_is_a_script_that_calls_the_loop(
@@ -436,10 +439,13 @@ def test_a_loop_that_stops_by_its_results_and_tracks_them_is_a_script_that_calls
     class Stages(run_spag.Stages):  # of which only matches leave something
         def run(self, name, command, **variables):
             if name.endswith("_eval"):
-                points = {"epoch1_eval": 0.6, "epoch2_eval": 0.5}[name]
-                row = {"role": "both", "points": points, "points_interval": [points - 0.05, points + 0.05]}
+                player = name.removesuffix("_eval")
+                points = {"epoch1": 0.6, "epoch2": 0.5}[player]
+                row = {"player": player, "opponent": "imitation", "words": "all", "role": BOTH, "seed": None}
+                row |= {"points": points, "points_interval": [points - 0.05, points + 0.05]}
+                settings = {"players": ["imitation", player], "against": "imitation"}
                 folder = Path(command[command.index("--output_dir") + 1])
-                write_json(folder / "matches.json", {"results": [row]})
+                write_json(folder / "matches.json", {"settings": settings, "results": [row]})
 
     # Run it: the third epoch does not begin.
     monkeypatch.setattr(run_spag, "Stages", Stages)
@@ -448,4 +454,4 @@ def test_a_loop_that_stops_by_its_results_and_tracks_them_is_a_script_that_calls
     words |= {"match.words": tmp_path / "words.txt", "rewards.sft_data_path": "", "processes": 1, "deepspeed": "none"}
     script = partial(run_spag.main, stops_early, track)
     call(script, *(f"{name}={value}" for name, value in words.items()))
-    assert tracked == {"epoch1_eval": 0.6, "epoch2_eval": 0.5}
+    assert tracked == {1: 0.6, 2: 0.5}

@@ -34,7 +34,6 @@ from tools.loop.settings import (
     command_line,
     flags_of,
     has_reference,
-    nearest,
     read_loop,
     write_record,
 )
@@ -47,13 +46,18 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # precision
 class Step:
     """One command of the loop: a program and its arguments."""
 
-    name: str
+    what: str  # imitation, play, rewards, train, eval, ...
+    epoch: int | None = None
     program: str | None = None  # None: nothing to run, but `until` may name the step
     argv: list[str] = field(default_factory=list)
     stage: str | None = None  # the table with its flags
     processes: int | None = None  # per machine; None: a single process on machine 0
     trained: str | None = None  # model folder, whose checkpoints are deleted after training
     may_fail: bool = False  # a failure does not stop the loop
+
+    @property
+    def name(self) -> str:
+        return self.what if self.epoch is None else f"epoch{self.epoch}_{self.what}"
 
 
 Steps = Callable[[Loop], Iterable[Step]]
@@ -73,10 +77,10 @@ def steps(loop: Loop) -> Iterator[Step]:
     player = "imitation"  # its name in file names
     if imitates(loop):
         folder = f"{loop.output}/imitation/model"
-        yield training_step(loop, "imitation", "imitation", folder, model, seed=loop.seed)
+        yield training_step(loop, "imitation", "imitation", None, folder, model, seed=loop.seed)
         model = trained_model(loop, "imitation", folder)
     else:
-        yield Step(name="imitation")
+        yield Step(what="imitation")
     # The opponent in all matches, called "imitation" even if it is `imitation_model` or the base model.
     imitation = model
     models = {"base": loop.model}
@@ -87,19 +91,19 @@ def steps(loop: Loop) -> Iterator[Step]:
         episodes = f"{folder}/episodes/{player}_{loop.of('play').task_type}_words_results.json"
         if epoch == 1 and loop.first_episodes:
             episodes = loop.first_episodes
-            yield Step(name="epoch1_play")
+            yield Step(what="play", epoch=1)
         else:
-            yield play_step(loop, epoch, model, player) if loop.plays_games else Step(name=f"epoch{epoch}_play")
+            yield play_step(loop, epoch, model, player) if loop.plays_games else Step(what="play", epoch=epoch)
         yield from rows_steps(loop, epoch, episodes)
         yield self_play_step(loop, epoch, model)
         model = trained_model(loop, "training", f"{folder}/model")
         player = f"epoch{epoch}"
         models[player] = model
         if "words" in loop.tables["match"] and epoch % loop.match_every == 0:
-            yield match_step(loop, imitation, player, model)
+            yield match_step(loop, epoch, imitation, model)
         if "games" in loop.tables["belief"]:
             # Base and imitation model are measured in epoch 1 only, because the belief games never change.
-            yield belief_step(loop, models if epoch == 1 else {player: model})
+            yield belief_step(loop, epoch, models if epoch == 1 else {player: model})
         yield from report_steps(loop)
     # Once at the end, because the program writes one table of all models.
     if "tasks" in loop.tables["reasoning"]:
@@ -108,7 +112,7 @@ def steps(loop: Loop) -> Iterator[Step]:
             "output_dir": f"{loop.output}/reasoning",
             "dtype": DTYPES[loop.precision],
         }
-        yield stage_step(loop, "reasoning", "reasoning", flags)
+        yield stage_step(loop, "reasoning", "reasoning", None, flags)
         yield from report_steps(loop)
 
 
@@ -118,27 +122,24 @@ def imitates(loop: Loop) -> bool:
 
 
 def planned_steps(loop: Loop, steps: Steps = steps) -> Iterator[Step]:
-    """The steps up to and including `until`. UserError if no step has that name."""
-    names = []
+    """The steps up to and including `until`, or all."""
     for step in steps(loop):
-        if step.program:
-            yield step
-        names.append(step.name)
+        yield step
         if step.name == loop.until:
             return
-    if loop.until:
-        raise UserError(f"until={loop.until}: no such stage{nearest(loop.until, names)} (epochs={loop.epochs})")
 
 
-def stage_step(loop: Loop, stage: str, name: str, flags: dict, defaults: Mapping = {}, **more) -> Step:
+def stage_step(
+    loop: Loop, stage: str, what: str, epoch: int | None, flags: dict, defaults: Mapping = {}, **more
+) -> Step:
     """A stage's step. `flags`, set by the loop, override the stage's table, which overrides `defaults`."""
     # The released commands combine --bf16 with --tf32. precision=fp32 means full fp32.
     faster = {"tf32": True} if loop.precision == "bf16" and "tf32" in flags_of(stage) else {}
     argv = command_line({**faster, **defaults, **loop.tables[stage], **flags})
-    return Step(name=name, program=TABLES[stage].program, argv=argv, stage=stage, **more)
+    return Step(what=what, epoch=epoch, program=TABLES[stage].program, argv=argv, stage=stage, **more)
 
 
-def training_step(loop: Loop, stage: str, name: str, folder: str, model: str, **flags) -> Step:
+def training_step(loop: Loop, stage: str, what: str, epoch: int | None, folder: str, model: str, **flags) -> Step:
     """Train `model`, which also serves as the reference where the method has one.
 
     In self-play that makes the reference the policy that sampled the games, as the importance ratio requires.
@@ -162,7 +163,7 @@ def training_step(loop: Loop, stage: str, name: str, folder: str, model: str, **
         flags[loop.precision] = True
     # Micro-batch of the reference, which needs less memory because it has no backward pass.
     defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}
-    return stage_step(loop, stage, name, flags, defaults, processes=loop.processes, trained=folder)
+    return stage_step(loop, stage, what, epoch, flags, defaults, processes=loop.processes, trained=folder)
 
 
 def trained_model(loop: Loop, stage: str, folder: str) -> str:
@@ -179,7 +180,7 @@ def self_play_step(loop: Loop, epoch: int, model: str) -> Step:
     flags = {"train_data_path": f"{folder}/rows/rows.json", "seed": loop.seed + epoch}
     if loop.control and not loop.control_class.makes_game_rows:
         flags["allow_no_game_rows"] = True
-    return training_step(loop, "training", f"epoch{epoch}_train", f"{folder}/model", model, **flags)
+    return training_step(loop, "training", "train", epoch, f"{folder}/model", model, **flags)
 
 
 def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
@@ -198,7 +199,7 @@ def play_step(loop: Loop, epoch: int, model: str, player: str) -> Step:
         "seed": loop.seed + epoch,
         "dtype": DTYPES[loop.precision],
     }
-    return stage_step(loop, "play", f"epoch{epoch}_play", flags, processes=processes_of_play(loop, "play"))
+    return stage_step(loop, "play", "play", epoch, flags, processes=processes_of_play(loop, "play"))
 
 
 def processes_of_play(loop: Loop, stage: str) -> int:
@@ -211,26 +212,27 @@ def processes_of_play(loop: Loop, stage: str) -> int:
 
 def rows_steps(loop: Loop, epoch: int, episodes: str) -> Iterator[Step]:
     """Make epochK/rows/rows.json from the games or, for a control, by transforming rows."""
-    name, rows = f"epoch{epoch}_rewards", f"epoch{epoch}/rows/rows.json"
+    rows = f"epoch{epoch}/rows/rows.json"
     if not loop.control:
-        yield rewards_step(loop, epoch, name, episodes, f"{loop.output}/{rows}")
+        yield rewards_step(loop, "rewards", epoch, episodes, f"{loop.output}/{rows}")
         return
     source = f"{loop.like}/{rows}"
     if loop.plays_games:
         source = f"{loop.output}/epoch{epoch}/rows/winners.json"
-        yield rewards_step(loop, epoch, f"epoch{epoch}_winners", episodes, source)
+        yield rewards_step(loop, "winners", epoch, episodes, source)
     elif not Path(source).is_file():
         raise UserError(f"control={loop.control}: {source} is missing; it should hold the rows of the `like` run")
     flags = {"rows": source, "output": f"{loop.output}/{rows}"} | flags_of_control(loop, epoch)
-    yield Step(name=name, program="tools/controls.py", argv=[loop.control, *command_line(flags)])
+    argv = [loop.control, *command_line(flags)]
+    yield Step(what="rewards", epoch=epoch, program="tools/controls.py", argv=argv)
 
 
-def rewards_step(loop: Loop, epoch: int, name: str, episodes: str, output: str) -> Step:
+def rewards_step(loop: Loop, what: str, epoch: int, episodes: str, output: str) -> Step:
     flags = {"input_data_path": episodes, "output_data_path": output, "seed": loop.seed + epoch}
     flags["tokenizer"] = tokenizer_of_rows(loop)
     # A thought belongs to the prompt that produced it, so training must use play's prompts.
     defaults = {"training_prompt": "play"} if loop.of("rewards").thinking else {}
-    return stage_step(loop, "rewards", name, flags, defaults)
+    return stage_step(loop, "rewards", what, epoch, flags, defaults)
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
@@ -253,32 +255,31 @@ def flags_of_control(loop: Loop, epoch: int) -> dict:
     return {name: known[name] for name in names if name in known}
 
 
-def match_step(loop: Loop, imitation: str, player: str, model: str) -> Step:
+def match_step(loop: Loop, epoch: int, imitation: str, model: str) -> Step:
     """The newest model against the imitation model.
 
     All epochs, and all runs that share the imitation model, have the same opponent, so their points are comparable.
     """
     flags = {
-        "players": name_equals_path({"imitation": imitation, player: model}),
+        "players": name_equals_path({"imitation": imitation, f"epoch{epoch}": model}),
         "against": "imitation",
-        "output_dir": f"{loop.output}/{player}/eval",
+        "output_dir": f"{loop.output}/epoch{epoch}/eval",
         "dtype": DTYPES[loop.precision],
     }
-    return stage_step(loop, "match", f"{player}_eval", flags, processes=processes_of_play(loop, "match"))
+    return stage_step(loop, "match", "eval", epoch, flags, processes=processes_of_play(loop, "match"))
 
 
-def belief_step(loop: Loop, models: dict[str, str]) -> Step:
+def belief_step(loop: Loop, epoch: int, models: dict[str, str]) -> Step:
     """Measure what the hints of stored games tell these models."""
-    player = list(models)[-1]
     play_flags = loop.of("play")
     flags = {
         "models": name_equals_path(models),
-        "output_dir": f"{loop.output}/{player}/belief",
+        "output_dir": f"{loop.output}/epoch{epoch}/belief",
         # The longest prompt of play: play's max_length includes the reply, belief's does not.
         "max_length": play_flags.max_length - play_flags.max_new_tokens,
         "dtype": DTYPES[loop.precision],
     }
-    return stage_step(loop, "belief", f"{player}_belief", flags)
+    return stage_step(loop, "belief", "belief", epoch, flags)
 
 
 def report_steps(loop: Loop) -> Iterator[Step]:
@@ -286,7 +287,7 @@ def report_steps(loop: Loop) -> Iterator[Step]:
     game = {name: loop.tables["play"].get(name) for name in ("game", "game_options")}
     if loop.report:
         argv = [loop.output, *command_line(game)]
-        yield Step(name="report", program="tools/report.py", argv=argv, may_fail=True)
+        yield Step(what="report", program="tools/report.py", argv=argv, may_fail=True)
 
 
 def name_equals_path(models: dict[str, str]) -> list[str]:
@@ -299,7 +300,7 @@ def name_equals_path(models: dict[str, str]) -> list[str]:
 def main(steps: Steps = steps, ended: Ended | None = None) -> None:
     """Run the loop. A script may pass its own `steps`.
 
-    `ended` is called after every step, including those that an earlier start had already finished.
+    `ended` is called after every step that ran on this machine, also if an earlier start had already finished it.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"}.intersection(argv):
@@ -319,7 +320,8 @@ def main(steps: Steps = steps, ended: Ended | None = None) -> None:
         check_record(loop, words)
     if loop.check:
         for step in plan:
-            print(f"{step.name}: {shlex.join(command(loop, step))}")
+            if step.program:
+                print(f"{step.name}: {shlex.join(command(loop, step))}")
         return
     if loop.machine == 0:
         write_record(loop, became, words)
@@ -333,7 +335,7 @@ def run(loop: Loop, plan: Iterable[Step], stages: Stages, ended: Ended | None = 
     """
     begin = time.monotonic()
     for step in plan:
-        if step.processes is None and loop.machine > 0:
+        if step.program is None or (step.processes is None and loop.machine > 0):
             continue
         try:
             stages.run(step.name, command(loop, step), **threads(loop, step))

@@ -25,7 +25,7 @@ from tools.controls import CONTROLS
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import Game
-from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, parser_of, prefix_errors
+from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, nearest, parser_of, prefix_errors
 
 ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may name data sets of the hub
 RELEASED = "data/released_prompts.json"
@@ -304,9 +304,11 @@ def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
 
 
 def check_commands(loop: Loop, plan: Iterable) -> None:
-    """Parse every command with its program's parser, hours before it may run."""
+    """Parse every command with its program's parser, hours before it may run. UserError also for a wrong `until`."""
     seen = set()
+    names = []
     for step in plan:
+        names.append(step.name)
         if step.program == "tools/controls.py":
             with prefix_errors(f"control={loop.control}: "):
                 parse_flags(CONTROLS[step.argv[0]], step.argv[1:], description="")
@@ -318,3 +320,5 @@ def check_commands(loop: Loop, plan: Iterable) -> None:
         elif step.stage not in seen:
             check_training(loop, step.stage, step.argv)
         seen.add(step.stage)
+    if loop.until and loop.until not in names:
+        raise UserError(f"until={loop.until}: no such stage{nearest(loop.until, names)} (epochs={loop.epochs})")
