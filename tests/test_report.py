@@ -87,7 +87,7 @@ def test_a_run_is_reported_whole(output):
     contents = read_folder(output, TABOO)
     assert contents.sources == [f"epoch{k}, {kind}" for k in (1, 2) for kind in ("self-play", "match")]
     assert len(contents.games) == 120
-    (_, ends), (_, lengths), (_, faults) = report_page.play_charts(contents.plays)
+    (_, ends), (_, lengths), (_, faults), *_ = report_page.play_charts(contents.plays)
     shares = dict.fromkeys((outcome.name for outcome in TABOO.outcomes), 0) | {
         outcome: number / 20 for outcome, number in SELF_PLAY.items()
     }
