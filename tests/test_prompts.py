@@ -87,7 +87,7 @@ def test_each_shipped_rule_text_of_taboo_tells_the_sentence_that_the_judge_takes
         ({"answer": 7}, "the judge does not accept 'answer' .7. as"),
         ({"attacker_instruction": None}, "'attacker_instruction' is missing or not a string"),
         ({"attacker_instruction": "No word."}, "'attacker_instruction' lacks the slot {target_word}"),
-        ({"answer": "Ich kenne das Wort! Es ist {target_word}!"}, "does not accept 'answer' .*as a right guess"),
+        ({"answer": "Ich kenne das Wort! Es ist {target_word}!"}, "the judge does not accept 'answer' .*right guess"),
         ({"defender_instruction": ...}, "'defender_instruction' is missing"),
     ],
 )
