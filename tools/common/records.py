@@ -126,7 +126,7 @@ def _begin(record: Path, settings: dict, defaults: dict, results: Sequence[str],
     try:
         lock.acquire()
     except Timeout:  # also an OSError, so it must come first
-        raise UserError(f"{record.parent}: another launch is running here; stop it first") from None
+        raise UserError(f"{record.parent}: another launch is running here; wait for it or stop it") from None
     except PermissionError as error:
         remedy = "another user's launch made it; delete it if no launch is running here"
         raise UserError(f"{lock.lock_file}: {error.strerror}; {remedy}") from None

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -29,7 +30,7 @@ from tools.common.ranks import LAUNCHER_VARIABLES
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm can send USR1 before a job's end
 TERMINATED = 143  # exit status after a signal other than Ctrl-C: 128 + SIGTERM
 GRACE = 7  # seconds between SIGTERM and SIGKILL; the loop then ends within 10
-ERROR = ".py: error: "  # marks the error line of our programs
+ERROR = re.compile(r"[\w-]+\.py: error: .*")  # of a program that refuses; a progress bar may precede it
 TAIL = 20  # lines to show of a failed stage without such a line
 logger = logging.getLogger(__name__)
 
@@ -80,20 +81,20 @@ class Stages:
                 pass_fds=[] if self.lock is None else [self.lock],
             )
         try:
-            status = self._wait(child, log, name)
+            status = self._wait(child, log, start, name)
         finally:  # also if the terminal is gone and showing the bar raised
             if child.poll() is None:
                 end_group(child)
         lines = [line for line in pieces(log, start) if line.strip()]
         if status:
-            errors = sorted({line for line in lines if ERROR in line})
+            errors = sorted({found[0] for found in map(ERROR.search, lines) if found})
             print("\n".join(errors or lines[-TAIL:]), file=sys.stderr, flush=True)
             raise StageFailed(f"{name} {how_it_failed(status)}; log: {log}")
         report_end(name, lines, time.monotonic() - begin)
 
-    def _wait(self, child: subprocess.Popen, log: Path, name: str) -> int:
+    def _wait(self, child: subprocess.Popen, log: Path, start: int, name: str) -> int:
         """Show a program's progress bar until it ends, and return its exit status. A signal stops it and the loop."""
-        with bar_of(log) as show:
+        with bar_of(log, start) as show:
             while True:
                 if self.signal:
                     end_group(child)
@@ -182,14 +183,14 @@ def is_bar(line: str) -> bool:
 
 
 @contextlib.contextmanager
-def bar_of(log: Path) -> Iterator:
-    """Yield a function that shows a log's newest progress bar; the bar is erased when the block ends."""
+def bar_of(log: Path, start: int) -> Iterator:
+    """Yield a function that shows the newest progress bar after byte `start` of a log; the block's end erases it."""
     if not sys.stdout.isatty():
         yield lambda: None
         return
 
     def show() -> None:
-        bars = list(filter(is_bar, pieces(log, max(0, log.stat().st_size - 4000))))
+        bars = list(filter(is_bar, pieces(log, max(start, log.stat().st_size - 4000))))
         width = shutil.get_terminal_size().columns - 1
         sys.stdout.write(f"\r\x1b[K{bars[-1][:width] if bars else ''}")
         sys.stdout.flush()
@@ -211,7 +212,8 @@ def hold_lock(folder: str) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{folder}: another loop is running here; stop it first") from None
+        busy = "another loop is running here, or a stage that a killed one left; wait for it or stop it"
+        raise UserError(f"{folder}: {busy}") from None
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); run only one loop here", folder, error)
         return None
