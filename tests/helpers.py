@@ -120,7 +120,7 @@ def as_a_process() -> Iterator[None]:
 def reset_process() -> None:
     """Free the models that played. If a Trainer was made, reset accelerate and transformers and free its models."""
     model_folder.cache_clear()
-    if (make := sys.modules.get("tools.players.make")) and make._loaded:
+    if (make := sys.modules.get("tools.selfplay.make")) and make._loaded:
         make.drop_models()
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:

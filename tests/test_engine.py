@@ -16,8 +16,8 @@ from tools.engine.generate import BatchEngine, generation_config
 from tools.engine.local import LocalModel, Prompt
 from tools.engine.scheduler import BLOCK
 from tools.engine.slots import AutoEngine, SlotEngine, can_hold, draw
-from tools.players.flags import PlayFlags
 from tools.players.player import SAMPLING, TESTING, Sampling
+from tools.selfplay.flags import PlayFlags
 
 RULES = "The rules, which all prompts begin with. "
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

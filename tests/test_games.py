@@ -16,7 +16,7 @@ from tools.common.errors import UserError
 from tools.common.files import read_json_or_jsonl
 from tools.games import load_game, prompts
 from tools.games.game import CLASSES
-from tools.players.flags import PlayFlags
+from tools.selfplay.flags import PlayFlags
 
 QUESTIONS = load_game("twenty_questions")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, finish, start
 
-# A room may import those before it. "make" stands for the files of players that know the engines,
-# "spag" is the page of pieces. Nothing imports lab and examples.
-ROOMS = "common, games, players, engine, make, selfplay, measure, programs spag, loop, lab examples"
+# A room may import those before it. "spag" is the page of pieces. Nothing imports lab and examples.
+ROOMS = "common, games, players, engine, selfplay, measure, programs spag, loop, lab examples"
 HEIGHT = {room: floor for floor, rooms in enumerate(ROOMS.split(", ")) for room in rooms.split()}
 TRAINING = {"train", "arguments", "dataloaders", "trainers"}
 TAKES_LOSSES = {"spag"}  # pieces for people
@@ -26,8 +25,6 @@ def room_of(module: str) -> str | None:
     first, *rest = module.split(".")
     if first != "tools":
         return first if first in TRAINING | {"utils"} else None
-    if rest[:1] == ["players"] and rest[1:2] in (["make"], ["flags"]):
-        return "make"
     return rest[0] if rest and (rest[0] in HEIGHT or (ROOT / "tools" / rest[0]).is_dir()) else "programs"
 
 

@@ -32,11 +32,11 @@ from tools.engine.local import Batcher, LocalModel, Prompt, load_local_model, ow
 from tools.engine.slots import SlotEngine
 from tools.engine.state import TorchState
 from tools.games.taboo import Taboo
-from tools.players import make
-from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HumanPlayer
 from tools.players.player import LENGTH, STOP, Reply, ScriptedPlayer
 from tools.players.server import ServerPlayer
+from tools.selfplay import make
+from tools.selfplay.flags import PlayFlags, words_setting
 
 GREEDY = EngineFlags(max_length=64, max_new_tokens=8, task_type="testing")
 DRAWN = EngineFlags(max_length=64, max_new_tokens=8)

@@ -10,11 +10,11 @@ from tools.common.flags import parse_flags
 from tools.games.game import load_member
 from tools.games.taboo import Taboo
 from tools.lab.world.players import load_lexicon
-from tools.players.flags import PlayFlags
 from tools.players.human import HumanPlayer
-from tools.players.make import player_kind
 from tools.players.player import ModelPlayer, ScriptedPlayer, Turn, draw_seed
 from tools.players.server import ServerPlayer
+from tools.selfplay.flags import PlayFlags
+from tools.selfplay.make import player_kind
 from tools.selfplay.play import play_game
 
 GAME = Taboo()

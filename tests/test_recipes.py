@@ -26,8 +26,8 @@ from tools.controls import Control
 from tools.loop.settings import TABLES, parser_of
 from tools.loop.settings import flags_of as stage_flags_of
 from tools.measure.matches import BOTH, pooled_rows, read_matches, shown_rows
-from tools.players import make
 from tools.players.player import Player
+from tools.selfplay import make
 from tools.selfplay.play import Planned
 from tools.selfplay.rows import is_sft
 from trainers import TRAIN_METHODS, OfflinePOTrainer, over_rows, row_means
@@ -110,7 +110,7 @@ class Pool(Player):
 
 
 def test_a_kind_of_player_is_a_class_and_its_prefix(tmp_path, monkeypatch):
-    monkeypatch.setitem(make.KINDS, "pool:", Pool)  # the line in tools/players/make.py
+    monkeypatch.setitem(make.KINDS, "pool:", Pool)  # the line in tools/selfplay/make.py
 
     # Run it: of two opponents one names the word.
     speakers = "def hints(turn): return 'It purrs.'\ndef cat(turn): return 'I know the word! It is `cat`!'\n"

@@ -19,8 +19,8 @@ from tools.engine import vllm
 from tools.engine.local import Codec
 from tools.games.prompts import load_templates
 from tools.games.taboo import Taboo
-from tools.players import make
 from tools.players.player import Sampling, Turn, draw_seed
+from tools.selfplay import make
 
 GAME = Taboo()
 WORDS = [f"word{number}" for number in range(100, 140)]

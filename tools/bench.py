@@ -15,9 +15,9 @@ from tools.common.models import model_folder
 from tools.common.programs import run_program
 from tools.engine.flags import GENERATE, SLOTS, VLLM
 from tools.engine.vllm import has_vllm
-from tools.players.flags import PlayFlags
-from tools.players.make import make_players
 from tools.selfplay.episodes import new_tokens
+from tools.selfplay.flags import PlayFlags
+from tools.selfplay.make import make_players
 from tools.selfplay.play import play_games
 
 SEED = 42

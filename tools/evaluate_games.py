@@ -22,9 +22,9 @@ from tools.common.ranks import rank
 from tools.common.records import stage
 from tools.games.game import Game
 from tools.measure.matches import ALL, RESULTS, TABLE, pairs, write_results
-from tools.players.flags import PlayFlags, words_setting
-from tools.players.make import engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles
+from tools.selfplay.flags import PlayFlags, words_setting
+from tools.selfplay.make import engine_notes, player_setting
 from tools.selfplay.play import Planned, play_missing
 
 

@@ -19,10 +19,10 @@ from tools.common.flags import defaults, file_name, flag, parse_flags
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
-from tools.players.flags import PlayFlags, words_setting
 from tools.players.human import HUMAN
-from tools.players.make import engine_notes, player_setting
 from tools.selfplay.episodes import EpisodeFiles, new_tokens, summary_line
+from tools.selfplay.flags import PlayFlags, words_setting
+from tools.selfplay.make import engine_notes, player_setting
 from tools.selfplay.play import Planned, play_missing
 
 

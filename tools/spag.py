@@ -34,10 +34,10 @@ from typing import NamedTuple
 from tools.common.errors import UserError
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict, load_game
 from tools.games.prompts import ASSISTANT, USER, Templates, chat_messages, play_prompt
-from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN
-from tools.players.make import make_players
 from tools.players.player import Choose, Turn
+from tools.selfplay.flags import PlayFlags
+from tools.selfplay.make import make_players
 from tools.selfplay.play import as_message, play_games
 from tools.selfplay.rows import Row, assign_rewards
 
@@ -208,7 +208,7 @@ def play(tasks: Sequence[str], first: Speaker, second: Speaker, **options) -> li
     gives the same draws, so change it each round. Games that a server failed to answer are left out with a warning.
 
     Nothing is stored, so a kill loses all games; tools/play_llm_game.py stores each game as it ends. Models in this
-    process stay loaded for the next call with the same models and flags; `tools.players.make.drop_models` frees their
+    process stay loaded for the next call with the same models and flags; `tools.selfplay.make.drop_models` frees their
     memory, for example before training.
     """
     with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop

@@ -18,10 +18,10 @@ from tools.common.programs import INTERRUPTED
 from tools.common.ranks import rank, world_size
 from tools.games import prompts
 from tools.games.game import DEFAULT_GAME, Game
-from tools.players.flags import PlayFlags
-from tools.players.make import NoteEngines, choose_engine, make_players
 from tools.players.player import STOP, Player, ReplyUnavailable, Turn, reply_without, thought_is_open
 from tools.selfplay.episodes import UNFINISHED, Episode, EpisodeFiles, new_tokens
+from tools.selfplay.flags import PlayFlags
+from tools.selfplay.make import NoteEngines, choose_engine, make_players
 
 logger = logging.getLogger(__name__)
 OnEpisode = Callable[[Episode], None]  # called with each game that has ended

@@ -17,10 +17,10 @@ from tools.common.records import Stage
 from tools.engine.flags import AUTO, ENGINES, SLOTS, VLLM
 from tools.engine.vllm import INSTALL, has_vllm
 from tools.games.game import Game
-from tools.players.flags import PlayFlags
 from tools.players.human import HUMAN, HumanPlayer
 from tools.players.player import SCRIPTED, Choose, ModelPlayer, Player, ScriptedPlayer
 from tools.players.server import SERVER, ServerPlayer
+from tools.selfplay.flags import PlayFlags
 
 if TYPE_CHECKING:
     from tools.engine.local import Engine, StartEngine  # import torch
