@@ -394,7 +394,8 @@ def test_a_machine_but_the_first_one_has_logs_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_failing_stage_shows_its_own_error_and_names_its_log(tmp_path):
-    script = "for n in 1 2; do printf '\\r50%%|##| 1/2 [00:01]'; echo 'train.py: error: no such rows'; done; seq 50; exit 3"
+    bar_and_error = "printf '\\r50%%|##| 1/2 [00:01]'; echo 'train.py: error: no such rows'"
+    script = f"for n in 1 2; do {bar_and_error}; done; seq 50; exit 3"
     first, error, last = finish(start_stage(tmp_path, script), status=2).splitlines()
     assert error == "train.py: error: no such rows" and "50\n" in log_of(tmp_path)
     assert str(tmp_path / "logs/epoch1_play.log") in last
