@@ -143,7 +143,7 @@ class WithPool(play_llm_game.Flags):
 def with_pool(loop):
     """The steps of the loop, in which an epoch plays as attacker against the models of all epochs before it.
 
-    Rows of the defender are then of other models than the one that is trained: a control may leave them out.
+    Only the attacker's messages are then the trained model's; rows of the defender would be off-policy.
     """
     pool = []
     for step in run_spag.steps(loop):
