@@ -439,7 +439,8 @@ def test_a_terminal_that_is_gone_ends_the_stage_too(tmp_path):
     main_end, terminal = os.openpty()
     process = start_stage(tmp_path, "while sleep 0.1; do printf 'games: 45%%|##| 1/2\\r'; done", stdout=terminal)
     os.close(terminal)
-    assert wait_for(lambda: bool(descendants(process.pid, "sleep")), process)
+    while b"45%" not in os.read(main_end, 1000):  # before its bar the stage does not write to the terminal
+        pass
     os.close(main_end)
     process.wait(timeout=30)
     assert not psutil.wait_procs(users_of(tmp_path), timeout=10)[1]
