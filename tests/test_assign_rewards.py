@@ -91,6 +91,16 @@ def test_a_loser_pays_its_part_of_what_the_winner_gets():
     assert [row["reward"] for row in rows] == pytest.approx([FIRST / 2, -0.3 * FIRST, SECOND / 2, -0.3 * SECOND])
 
 
+def test_only_the_learner_s_messages_become_rows():
+    games = [ATTACKER_WON | {"learner": "defender"}, ATTACKER_WON | {"learner": "attacker"}, DEFENDER_WON]
+    rows = rows_of(games, decay_weight=0.5, losers=0.6)
+    lost = [("defender", -0.6 * FIRST), ("defender", -0.6 * SECOND)]
+    won = [("attacker", FIRST), ("attacker", SECOND)]
+    assert [(row["role"], row["reward"]) for row in rows[:4]] == [*lost, *won] and len(rows) == 8
+    with pytest.raises(UserError, match="'learner' is 'judge'; it must be attacker or defender"):
+        rows_of([ATTACKER_WON | {"learner": "judge"}])
+
+
 def test_queries_are_training_prompts_drawn_in_the_order_of_rows():
     templates = prompts.default_templates(GAME) | {"rules": ["Just play {max_turns} turns.\n"] * 8}
     for more in ({}, {"templates": templates}):

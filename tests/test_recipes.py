@@ -25,7 +25,7 @@ from tools.common.flags import NAMED_MODELS, NamedPath, flag
 from tools.controls import Control
 from tools.loop.settings import TABLES, parser_of
 from tools.loop.settings import flags_of as stage_flags_of
-from tools.measure.matches import BOTH, pooled_rows, read_matches, shown_rows
+from tools.measure.matches import BOTH, pooled_rows, read_matches
 from tools.players.player import Player
 from tools.selfplay import make
 from tools.selfplay.play import Planned
@@ -131,7 +131,8 @@ class WithPool(play_llm_game.Flags):
             return super().plan(words)
         drawn = random.Random(self.seed).choices(self.defender_pool, k=len(words))
         attacker = self.attacker_model_name_or_path
-        return [Planned(attacker, path, f"{self.seed}/{name}", {"defender": name}) for name, path in drawn]
+        labels = {"learner": "attacker"}  # rows are made of its messages alone; the defender's would be off-policy
+        return [Planned(attacker, path, f"{self.seed}/{name}", labels | {"defender": name}) for name, path in drawn]
 
     def settings(self, game):  # by content, as those of the other players
         return super().settings(game) | {
@@ -141,10 +142,7 @@ class WithPool(play_llm_game.Flags):
 
 
 def with_pool(loop):
-    """The steps of the loop, in which an epoch plays as attacker against the models of all epochs before it.
-
-    Only the attacker's messages are then the trained model's; rows of the defender would be off-policy.
-    """
+    """The steps of the loop, in which an epoch plays as attacker against the models of all epochs before it."""
     pool = []
     for step in run_spag.steps(loop):
         if step.stage == "play" and pool:
@@ -170,8 +168,8 @@ def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_mo
     replies = {game["defender"]: game["history"][1]["content"] for game in games}
     assert len(set(replies.values())) == len(replies) == 2
     assert all(game["history"][1]["content"] == replies[game["defender"]] for game in games)
-    rows = [row for row in spag.rows(games, ties=1) if row["role"] == "attacker"]  # tied games: -1 for each role
-    assert [row["reward"] for row in rows] == [-1] * 8
+    rows = spag.rows(games, ties=1)  # a message of each role, -1 for each role of a tied game
+    assert [(row["role"], row["reward"]) for row in rows] == [("attacker", -1)] * 8
 
     # In the loop, by a script that calls `run_spag.main(with_pool)`.
     settings = {"model": tiny_model, "words": place / "words.txt", "output": "o", "rewards.sft_data_path": ""}
@@ -409,7 +407,7 @@ def points(loop, epoch):
     path = Path(loop.output, f"epoch{epoch}", "eval", "matches.json")
     if not path.is_file():
         return None
-    row = pooled_rows(shown_rows(read_matches(path)))[-1]
+    row = pooled_rows(read_matches(path))[-1]
     return row["points"], row["points_interval"]
 
 

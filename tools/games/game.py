@@ -178,6 +178,8 @@ class Game:
             raise ValueError(f"'{absent[0]}' is missing; an episode needs {', '.join(EPISODE_KEYS)}")
         if (game := episode.get("game") or DEFAULT_GAME) != self.name:
             raise ValueError(f"an episode of {game!r}, not of {self.name!r}; set --game to the game that was played")
+        if (learner := episode.get("learner")) not in (None, *self.roles):
+            raise ValueError(f"'learner' is {learner!r}; it must be {' or '.join(self.roles)}")
         self.message_limit(episode["max_turns"])
         self._check(episode["history"], episode["target_word"])
 

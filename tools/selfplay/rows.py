@@ -110,8 +110,9 @@ def game_rows(
 ) -> list[Row]:
     """The rows of games, in the order of episodes and messages.
 
-    There is a row for each message up to the decisive one whose role gets a reward. With `thinking`, targets begin
-    with the replies' thoughts. A message cut off at the token limit becomes a row, too, whose target also gets an end
+    There is a row for each message up to the decisive one whose role gets a reward and is played by the model in
+    training, as both are unless the episode names its `learner`. With `thinking`, targets begin with the replies'
+    thoughts. A message cut off at the token limit becomes a row, too, whose target also gets an end
     token, so the model learns to end there.
     """
     weights = role_weights(game, results, flags)
@@ -120,6 +121,8 @@ def game_rows(
         history = episode["history"][: result.length]
         task = episode["target_word"]
         payments = role_payments(game, result, flags, weights)
+        if learner := episode.get("learner"):
+            payments = {role: payment for role, payment in payments.items() if role == learner}
         speakers = [message["role"] for message in history]
         rewards = {}
         for role, payment in payments.items():
