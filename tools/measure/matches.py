@@ -159,7 +159,7 @@ def matches_text(results: dict, game: Game) -> str:
     return (
         f"{game.title} by match: --task_type {settings['task_type']}, seeds {', '.join(map(str, settings['seeds']))}, "
         f"games per word {settings['games_per_word']}, turns {settings['max_turns']}\n{HOW_COUNTED}\n\n"
-        f"{aligned([HEAD, *map(cells, rows)])}\n\n{points_line(rows)}\n"
+        f"{aligned([HEAD, *map(cells, rows)])}\n\n{points_line(results)}\n"
     )
 
 
@@ -197,18 +197,18 @@ def cells(row: dict) -> list[str]:
     return [*(row[name] for name in NAMES), f"{row['games']:,}", *numbers]
 
 
-def points_line(rows: Sequence[dict]) -> str:
+def points_line(results: dict) -> str:
     return "; ".join(
         f"{row['player']} against {row['opponent']} {as_role(row['role'])}: points "
         f"{with_interval(row['points'], row['points_interval'], '.1%')} in {row['games']:,} games "
         f"({row['wins']:,} wins, {row['ties']:,} ties, {row['losses']:,} losses)"
-        for row in pooled_rows(rows)
+        for row in pooled_rows(results)
     )
 
 
-def pooled_rows(rows: Sequence[dict]) -> list[dict]:
+def pooled_rows(results: dict) -> list[dict]:
     """The first of the shown rows for each pair of players, which pools word lists and roles."""
-    groups = itertools.groupby(rows, key=lambda row: (row["player"], row["opponent"]))
+    groups = itertools.groupby(shown_rows(results), key=lambda row: (row["player"], row["opponent"]))
     return [next(group) for _, group in groups]
 
 

@@ -54,7 +54,7 @@ def page_html(report: Report) -> str:
     parts = {
         "name": escape(report.name),
         "game": escape(report.game.title),
-        "headline": headline(rows),
+        "headline": headline(report.matches),
         "matches": section("Matches", HOW_COUNTED, match_charts(rows), match_table),
         "plays": section("Games", "All games of self-play are counted.", play_charts(report.plays)),
         "reasoning": section("Reasoning", REASONING, [], reasoning_table(report.reasoning)),
@@ -78,9 +78,9 @@ def section(title: str, intro: str, charts: Iterable[Chart], table: str = "") ->
     return f'<section><h2>{title}</h2><p class="quiet">{intro}</p>{charts_html}{table}</section>'
 
 
-def headline(rows: Sequence[Mapping]) -> str:
+def headline(matches: Sequence[dict]) -> str:
     """The top of the page: a small table with the points of each pair of players, over all word lists."""
-    pairs = pooled_rows(rows)
+    pairs = [row for results in matches for row in pooled_rows(results)]
     if not pairs:
         return "<p>No match was played.</p>"
     player = name_of(row["player"] for row in pairs)
