@@ -93,6 +93,8 @@ def test_a_game_is_a_file_with_two_methods_and_a_prompt_file(tmp_path):
 class Pool(Player):
     """pool:NAME,NAME,...: another of these players in each game, scripted ones or servers."""
 
+    form = "pool:NAME,NAME,..."
+
     def __init__(self, players):
         self.players = players
 
@@ -412,11 +414,13 @@ def points(loop, epoch):
 
 
 def stops_early(loop):
-    """The loop ends with an epoch whose points are below the interval of the epoch before."""
+    """The loop ends after a match whose points are below the interval of the match before."""
     for step in run_spag.steps(loop):
-        before, newest = (points(loop, (step.epoch or 0) - back) for back in (2, 1))
-        if before and newest and newest[0] < before[1][0]:
-            return
+        matches = [match for epoch in range(1, step.epoch or 1) if (match := points(loop, epoch))]
+        if len(matches) > 1:
+            (_, (low, _)), (newest, _) = matches[-2:]
+            if newest < low:
+                return
         yield step
 
 

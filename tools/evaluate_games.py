@@ -24,7 +24,7 @@ from tools.games.game import Game
 from tools.measure.matches import ALL, RESULTS, TABLE, pairs, write_results
 from tools.selfplay.episodes import EpisodeFiles
 from tools.selfplay.flags import PlayFlags, words_setting
-from tools.selfplay.make import engine_notes, player_setting
+from tools.selfplay.make import FORMS, engine_notes, player_setting
 from tools.selfplay.play import Planned, play_missing
 
 
@@ -35,9 +35,7 @@ def named_words(text: str) -> NamedPath:
 
 @dataclass(kw_only=True)
 class Flags(PlayFlags):
-    players: list[NamedPath] = flag(
-        "model folders, hub names, openai:MODEL or scripted:FILE.py:FUNCTION", **NAMED_MODELS
-    )
+    players: list[NamedPath] = flag(f"players: {FORMS}", **NAMED_MODELS)
     against: str | None = flag("play only matches with this player; unset: all pairs", default=None, metavar="NAME")
     words: list[NamedPath] = flag(
         "word lists, named NAME or after the file", type=named_words, metavar="NAME=FILE", unique=by_name

@@ -19,10 +19,9 @@ from tools.common.flags import defaults, file_name, flag, parse_flags
 from tools.common.programs import run_program
 from tools.common.ranks import rank
 from tools.common.records import stage
-from tools.players.human import HUMAN
 from tools.selfplay.episodes import EpisodeFiles, new_tokens, summary_line
 from tools.selfplay.flags import PlayFlags, words_setting
-from tools.selfplay.make import engine_notes, player_setting
+from tools.selfplay.make import FORMS, engine_notes, player_setting
 from tools.selfplay.play import Planned, play_missing
 
 
@@ -30,9 +29,7 @@ from tools.selfplay.play import Planned, play_missing
 class Flags(PlayFlags):
     """This program's flags. "Attacker" and "defender" are the first and the second role of any game."""
 
-    attacker_model_name_or_path: str = flag(
-        f"model folder, hub name, openai:MODEL, scripted:FILE.py:FUNCTION, or {HUMAN} for you"
-    )
+    attacker_model_name_or_path: str = flag(f"player of the first role: {FORMS}")
     defender_model_name_or_path: str = flag("player of the other role; if it is the same model, it is loaded once")
     data_path: str = flag("file of target words, one per line; one game is played for each")
     output_dir: str = flag("folder for the results, shared by all processes", compared=False)

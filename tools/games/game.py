@@ -64,7 +64,7 @@ class Game:
     example_task: ClassVar[str]  # a valid task, for checking prompt files
 
     def secrets(self, role: str, task: str, history: History) -> dict[str, str]:
-        """What only this role may know: texts by slot name, with the same slots in every turn.
+        """What this role is told about the task: texts by slot name, with the same slots in every turn.
 
         They fill the slots of the role's instruction, all of which every prompt file of the game must have. A text may
         change from message to message; the turn's number is `len(history) // 2 + 1`.

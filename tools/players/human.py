@@ -19,6 +19,7 @@ HUMAN = "human"
 class HumanPlayer(Player):
     """UserError without a terminal, or with several processes, whose games would ask at the same time."""
 
+    form = f"{HUMAN} (you)"
     at_terminal = True
 
     def __init__(self, game: Game):

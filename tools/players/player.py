@@ -195,6 +195,8 @@ class Player:
 
     # For players named on the command line. `name` is without the kind's prefix, and `flags` are play's.
 
+    form: ClassVar[str]  # what to write there, as in `openai:MODEL`
+
     @classmethod
     def named(cls, name: str, game: Game, flags: Any, seed: str) -> "Player":
         raise NotImplementedError
@@ -208,6 +210,8 @@ class Player:
 class ModelPlayer(Player):
     """A model in this process. All models of a match are loaded together, not by `named`."""
 
+    form = "model folder, hub name"
+
     @classmethod
     def setting(cls, name: str, flags: Sampling) -> dict:
         return model_setting(name)  # by content, because a model may have been retrained at the same path
@@ -218,6 +222,8 @@ Choose = Callable[[Turn], str | Awaitable[str]]
 
 class ScriptedPlayer(Player):
     """A sync or async function writes the messages. With `thinking`, they may begin with a thought in tags."""
+
+    form = f"{SCRIPTED}FILE.py:FUNCTION"
 
     def __init__(self, choose: Choose, thinking: bool = False):
         self.choose = choose

@@ -87,6 +87,7 @@ class ServerPlayer(Player):
     Servers accept different fields, so several forms of the request are tried until one is accepted.
     """
 
+    form = f"{SERVER}MODEL"
     answers_at_once = SERVER_GAMES
 
     def __init__(self, model: str, flags: ServerFlags, seed: int | str):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Kinds of players by prefix; any other name is a model: a folder or a name on the hub.
 KINDS: dict[str, type[Player]] = {HUMAN: HumanPlayer, SCRIPTED: ScriptedPlayer, SERVER: ServerPlayer}
+FORMS = ", ".join([ModelPlayer.form, *(kind.form for kind in KINDS.values())])
 NoteEngines = Callable[[Iterable[str]], None]
 # Loaded models by folder; the key, made of models and flags, is that of the last match.
 _loaded: dict[str, dict[Path, "StartEngine"]] = {}
