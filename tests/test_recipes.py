@@ -144,14 +144,19 @@ class WithPool(play_llm_game.Flags):
 
 
 def with_pool(loop):
-    """The steps of the loop, in which an epoch plays as attacker against the models of all epochs before it."""
+    """The steps of the loop, in which the newest model plays as attacker against the models that played before it."""
     pool = []
     for step in run_spag.steps(loop):
-        if step.stage == "play" and pool:
-            step = replace(step, argv=[*step.argv, "--defender_pool", *pool])
+        if step.stage == "play":
+            name, model = (value_of(step, flag) for flag in ("--model_prefix", "--attacker_model_name_or_path"))
+            if pool:
+                step = replace(step, argv=[*step.argv, "--defender_pool", *pool])
+            pool.append(f"{name}={model}")
         yield step
-        if step.trained:
-            pool.append(f"{step.name}={step.trained}")
+
+
+def value_of(step, flag):
+    return step.argv[step.argv.index(flag) + 1]
 
 
 def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch, request):
@@ -178,7 +183,7 @@ def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_mo
     settings |= {"processes": 1, "deepspeed": "none", "epochs": 3, "check": "true"}
     printed = call(partial(run_spag.main, with_pool), *words_of(settings)).output
     (third,) = (line for line in printed.splitlines() if line.startswith("epoch3_play: "))
-    assert third.endswith(" --defender_pool epoch1_train=o/epoch1/model epoch2_train=o/epoch2/model")
+    assert third.endswith(f" --defender_pool imitation={tiny_model} epoch1=o/epoch1/model")
 
 
 @dataclass(kw_only=True)
@@ -428,7 +433,7 @@ tracked = {}
 
 
 def track(loop, step):
-    """So W&B, or another tracker, gets the points of an epoch."""
+    """So W&B, or another tracker, gets the points of an epoch; after a restart, of all epochs again."""
     if step.what == "eval":
         tracked[step.epoch] = points(loop, step.epoch)[0]
 

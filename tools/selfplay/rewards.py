@@ -94,9 +94,10 @@ class Payment(NamedTuple):
 def role_weights(game: Game, results: Sequence[Result], flags: RewardFlags) -> dict[str, float]:
     """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
 
-    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted, not
-    rows, because a winner's rows share the reward of the game, however many they are. If each game pays 1, weight
-    times reward sums to N / 2 over the rows that a role has won. With `messages` ALL every weight is 1.
+    N_role games pay the role, and N is the sum of both, whoever is the learner. A role that no game pays has weight 0.
+    Games are counted, not rows, because a winner's rows share the reward of the game, however many they are. If each
+    game pays 1, weight times reward sums to N / 2 over the rows that a role has won. With `messages` ALL every weight
+    is 1.
     """
     if flags.messages == ALL:
         return dict.fromkeys(game.roles, 1.0)
