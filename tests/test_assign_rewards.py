@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 from conftest import ROOT, load_golden
@@ -91,12 +92,17 @@ def test_a_loser_pays_its_part_of_what_the_winner_gets():
     assert [row["reward"] for row in rows] == pytest.approx([FIRST / 2, -0.3 * FIRST, SECOND / 2, -0.3 * SECOND])
 
 
-def test_only_the_learner_s_messages_become_rows():
-    games = [ATTACKER_WON | {"learner": "defender"}, ATTACKER_WON | {"learner": "attacker"}, DEFENDER_WON]
-    rows = rows_of(games, decay_weight=0.5, losers=0.6)
-    lost = [("defender", -0.6 * FIRST), ("defender", -0.6 * SECOND)]
-    won = [("attacker", FIRST), ("attacker", SECOND)]
-    assert [(row["role"], row["reward"]) for row in rows[:4]] == [*lost, *won] and len(rows) == 8
+def test_only_the_learner_s_messages_become_rows_and_its_roles_count_alike():
+    games = (ATTACKER_WON, DEFENDER_WON)
+    as_attacker, as_defender = ([game | {"learner": role} for game in games] for role in GAME.roles)
+    rows = rows_of(as_attacker, decay_weight=0.5, losers=0.6)
+    expected = [("attacker", share, 1.0) for share in (FIRST, SECOND, -0.6 * FIRST, -0.6 * SECOND)]
+    assert [(row["role"], row["reward"], row["weight"]) for row in rows] == near(expected)
+    rows = rows_of([*3 * as_attacker, *as_defender], losers=1.0)
+    sums = Counter()
+    for row in rows:
+        sums[row["role"], row["reward"] > 0] += row["reward"] * row["weight"]
+    assert sums == pytest.approx({(role, won): 2 if won else -2 for role in GAME.roles for won in (True, False)})
     with pytest.raises(UserError, match="'learner' is 'judge'; it must be attacker or defender"):
         rows_of([ATTACKER_WON | {"learner": "judge"}])
 

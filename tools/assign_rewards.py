@@ -185,7 +185,7 @@ def make_rows(flags: Flags, game: Game, templates: Templates, chat) -> tuple[lis
         made = [chat.row(row) for row in made]
     if flags.sft_data_path:
         made += rows.read_sft_rows(flags.sft_data_path, chat)
-    return made, {"games": games, "weights": rewards.role_weights(game, results, flags)}
+    return made, {"games": games, "weights": rewards.role_weights(game, results, flags).won}
 
 
 def main() -> None:

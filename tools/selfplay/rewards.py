@@ -42,6 +42,7 @@ class Result(NamedTuple):
     outcome: str
     length: int  # number of messages up to and including the decisive one
     rewards: dict[str, float]  # by role, above 0
+    learners: Sequence[str]  # roles that the model in training played; only their messages become rows
 
 
 def check_episodes(game: Game, episodes: Sequence[Mapping], where: str, first: int) -> None:
@@ -78,7 +79,16 @@ def game_result(game: Game, episode: Mapping) -> Result:
     """
     outcome, length = game.verdict(*(episode[key] for key in EPISODE_KEYS))
     rewards = game.rewards(episode["target_word"], episode["history"][:length], outcome)
-    return Result(outcome, length, {role: reward for role, reward in rewards.items() if reward})
+    learners = [episode["learner"]] if episode.get("learner") else game.roles
+    return Result(outcome, length, {role: reward for role, reward in rewards.items() if reward}, learners)
+
+
+def loser(game: Game, result: Result) -> str | None:
+    """The role that lost a game which pays its winner alone."""
+    if game.outcome(result.outcome).winner is None or len(result.rewards) != 1:
+        return None
+    (winner,) = result.rewards
+    return game.other(winner)
 
 
 # Rewards and weights.
@@ -91,40 +101,55 @@ class Payment(NamedTuple):
     weight: float  # of each of its rows
 
 
-def role_weights(game: Game, results: Sequence[Result], flags: RewardFlags) -> dict[str, float]:
-    """The weight of the rows of each role: N / (2 N_role), so that both roles count alike (arXiv 2404.10642).
+class Weights(NamedTuple):
+    """The weight of each row of a role: in games that pay it, and in games that it loses."""
 
-    N_role games pay the role, and N is the sum of both, whoever is the learner. A role that no game pays has weight 0.
-    Games are counted, not rows, because a winner's rows share the reward of the game, however many they are. If each
-    game pays 1, weight times reward sums to N / 2 over the rows that a role has won. With `messages` ALL every weight
-    is 1.
+    won: dict[str, float]
+    lost: dict[str, float]
+
+
+def role_weights(game: Game, results: Sequence[Result], flags: RewardFlags) -> Weights:
+    """Weights with which both roles count alike: N / (2 N_role) (arXiv 2404.10642).
+
+    N_role games pay the role, and N is the sum of both. A role that no game pays has weight 0. Games are counted, not
+    rows, because a winner's rows share the reward of the game, however many they are. If each game pays 1, weight
+    times reward sums to N / 2 over the rows that a role has won. Lost games are weighted likewise, by how many each
+    role lost. Only roles played by the learner count; if it plays one role in all games, the weight is 1. With
+    `messages` ALL every weight is 1.
     """
     if flags.messages == ALL:
-        return dict.fromkeys(game.roles, 1.0)
-    games = Counter(role for result in results for role in result.rewards)
-    return {role: games.total() / (2 * games[role]) if games[role] else 0.0 for role in game.roles}
+        equal = dict.fromkeys(game.roles, 1.0)
+        return Weights(equal, equal)
+    learners = {role for result in results for role in result.learners}
+    won = Counter(role for result in results for role in result.rewards if role in result.learners)
+    lost = Counter(role for result in results if (role := loser(game, result)) in result.learners)
+
+    def balanced(games: Counter) -> dict[str, float]:
+        return {role: games.total() / (len(learners) * games[role]) if games[role] else 0.0 for role in game.roles}
+
+    return Weights(balanced(won), balanced(lost))
 
 
-def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Mapping[str, float]) -> dict[str, Payment]:
+def role_payments(game: Game, result: Result, flags: RewardFlags, weights: Weights) -> dict[str, Payment]:
     """What a game pays the roles whose messages become rows, with the `weights` of all games.
 
-    With `messages` ALL every message of both roles gets 1, for imitating games whose losers also play well. Otherwise
-    the game pays its winners. With `losers` above 0 the loser gets -losers times the winner's reward, at the winner's
-    weight, so that losses of both roles count alike, as wins do: if each game pays 1, weight times reward sums to
-    -losers * N / 2 over the rows that a role has lost. With `ties` above 0 both roles of a tied game that pays nobody
-    get -ties, at weight 1, the mean weight of decided games if each role wins some. As released, a breach by default
-    pays nobody, because the winner's messages did not win the game; so it costs the loser nothing either.
+    With `messages` ALL every message gets 1, for imitating games whose losers also play well. Otherwise the game pays
+    its winners. With `losers` above 0 the loser gets -losers times the winner's reward: if each game pays 1, weight
+    times reward sums to -losers * N / 2 over the rows that a role has lost. With `ties` above 0 both roles of a tied
+    game that pays nobody get -ties, at weight 1, the mean weight of decided games if each role wins some. As released,
+    a breach by default pays nobody, because the winner's messages did not win the game; so it costs the loser nothing
+    either.
     """
     if flags.messages == ALL:
-        return {role: Payment(1.0, weight) for role, weight in weights.items()}
-    payments = {role: Payment(reward, weights[role]) for role, reward in result.rewards.items()}
+        return {role: Payment(1.0, 1.0) for role in result.learners}
+    payments = {role: Payment(reward, weights.won[role]) for role, reward in result.rewards.items()}
     outcome = game.outcome(result.outcome)
-    if flags.losers and outcome.winner is not None and len(payments) == 1:
-        ((winner, won),) = payments.items()
-        payments[game.other(winner)] = Payment(-flags.losers * won.reward, won.weight)
+    if flags.losers and (role := loser(game, result)):
+        (won,) = result.rewards.values()
+        payments[role] = Payment(-flags.losers * won, weights.lost[role])
     if flags.ties and outcome.winner is None and not outcome.breach and not payments:
         payments = dict.fromkeys(game.roles, Payment(-flags.ties, 1.0))
-    return payments
+    return {role: payment for role, payment in payments.items() if role in result.learners}
 
 
 def message_rewards(reward: float, count: int, flags: RewardFlags) -> list[float]:

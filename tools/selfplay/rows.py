@@ -121,8 +121,6 @@ def game_rows(
         history = episode["history"][: result.length]
         task = episode["target_word"]
         payments = role_payments(game, result, flags, weights)
-        if learner := episode.get("learner"):
-            payments = {role: payment for role, payment in payments.items() if role == learner}
         speakers = [message["role"] for message in history]
         rewards = {}
         for role, payment in payments.items():
