@@ -109,7 +109,8 @@ def test_a_table_has_the_mean_over_seeds_of_each_number_by_arm_and_epoch(seeds):
 def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_values_by_holm(seeds):
     primary = [["log_share among 40", "detached", "released"], ["points as attacker", "detached", "released"]]
     minus = [["points", "detached", "released"], ["points as attacker", "released", "base"]]
-    minus += [["log_share among 40", "detached", "base"], ["log_share among 40", "detached", "typo"]]
+    minus += [["log_share among 40", "base", "detached"], ["log_share among 40", "detached", "base"]]
+    minus += [["log_share among 40", "detached", "typo"]]
     shown = sections(table.table_text(seeds, primary, minus))
     declared = shown["Primary comparisons"]
     log_shares = declared["log_share among 40", "detached", "released"]
@@ -123,6 +124,7 @@ def test_differences_of_arms_are_paired_by_seed_and_those_declared_first_have_p_
     )  # p is 0.205 and 0.374; twice the smaller is the larger
     further = shown["Further comparisons"]
     assert further["log_share among 40", "detached", "base"]["difference"] == over_two(4.5, 5.5, "+.3f")
+    assert further["log_share among 40", "base", "detached"]["difference"] == over_two(-4.5, -5.5, "+.3f")
     points = further["points", "detached", "released"]
     assert (points["difference"], points["p"]) == ("+0.000", "-")
     assert further["log_share among 40", "detached", "typo"]["difference"] == "-"
@@ -424,6 +426,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     "old, new, told",
     [
         ("1e-4", '"fast"', "[arms.sft]: [training] learning_rate"),
+        ("[arms.sft]", "[arms.imitation]", "[arms.imitation]: the name of a model"),
         ("training.learning_rate", "training.learning_rat", "[arms.sft]: training.learning_rat: no flag of train.py"),
         ('control = "sft"', 'like = "sft"', "[arms.sft]: like is 'sft'"),
     ],

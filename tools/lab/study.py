@@ -77,6 +77,8 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
     comparisons: only results bring their names.
     """
     study = Study(**tomllib.loads(read_text(path), parse_float=str))
+    if taken := {table.BASE, table.IMITATION}.intersection(study.arms):
+        raise UserError(f"{path}: [arms.{min(taken)}]: the name of a model that all arms share; choose another name")
     for arm in study.arms:
         with prefix_errors(f"{path}: [arms.{arm}]: "):
             settings_of(study, arm, settings)

@@ -197,14 +197,17 @@ def paired(frame: pd.DataFrame, measure: str, arm: str, other: str) -> pd.Series
     The epoch is the last one that both have in all of these seeds. Base and imitation have one, for all epochs.
     """
     lines = frame[frame.measure == measure]
-    values = by_seed_and_epoch(lines, arm)
-    others = by_seed_and_epoch(lines, other)
-    if other in (BASE, IMITATION) and not others.empty:
-        others = pd.DataFrame({epoch: others[0] for epoch in values.columns})
-    gaps = values - others
+    values, others = (by_seed_and_epoch(lines, each) for each in (arm, other))
+    epochs = others.columns if arm in (BASE, IMITATION) else values.columns
+    gaps = in_epochs(values, epochs) - in_epochs(others, epochs)
     gaps = gaps.dropna(how="all")  # seeds that lack one of the arms
     gaps = gaps.dropna(axis="columns")  # epochs that an arm lacks in one of these seeds
     return pd.Series(dtype=float) if gaps.empty else gaps.iloc[:, -1]
+
+
+def in_epochs(values: pd.DataFrame, epochs: pd.Index) -> pd.DataFrame:
+    """Base and imitation have the values of their one epoch, 0, in all of these; any other arm has its own."""
+    return pd.DataFrame({epoch: values[0] for epoch in epochs}) if list(values.columns) == [0] else values
 
 
 def by_seed_and_epoch(lines: pd.DataFrame, arm: str) -> pd.DataFrame:
