@@ -235,6 +235,7 @@ def finished_run(inputs: dict, epochs: int, folder: Path, **changes) -> Path:
     """What a loop leaves that another one needs to begin like it."""
     loop = read_loop(words_of(inputs | {"output": folder, "epochs": epochs} | changes))
     write_record(loop, BECAME, ["art"])
+    copy_model(inputs["model"], folder / "imitation/model")
     write_json(folder / "imitation/model/settings.json", {"finished": True})
     for epoch in range(1, epochs + 1):
         write_json(folder / f"epoch{epoch}/rows/rows.json", [])

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from tools.games.prompts import load_templates, training_prompt
 from tools.loop import check, settings
 from tools.loop.settings import DEFAULTS, OWN, SHARED, TABLES, TRAININGS, flags_of, read_file, read_loop, write_record
 from tools.loop.stages import hold_lock
+from tools.run_spag import Step
 
 BECAME = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": False}
 SETTLED = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": "False"}
@@ -333,6 +335,23 @@ def test_what_train_py_refuses_is_refused_before_play(start, tmp_path, monkeypat
     assert "error: [training] " in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def with_a_wrong_rate(loop):
+    for step in run_spag.steps(loop):
+        more = ["--warmup_ratio", "7"] if step.name == "epoch3_train" else []
+        yield dataclasses.replace(step, argv=[*step.argv, *more])
+
+
+def with_a_wrong_draw(loop):
+    yield Step(what="draw", program="tools/controls.py", argv=["draw", "--number", "8"])
+
+
+@pytest.mark.parametrize("steps, told", [(with_a_wrong_rate, "warmup_ratio"), (with_a_wrong_draw, "--rows")])
+def test_what_programs_refuse_in_a_script_s_steps_is_refused_before_play(start, needed, steps, told, tmp_path):
+    """`start` lets `ask` answer in this process."""
+    errors = call(functools.partial(run_spag.main, steps), *words_of(needed), status=2).errors
+    assert told in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out/settings.json").exists()
+
+
 def test_all_files_and_packages_that_are_missing_are_named_at_once(start, monkeypatch):
     names = ("rewards.sft_data_path", "words", "prompt_templates", "first_episodes", "belief.games")
     missing = {name: f"{name}.json" for name in names}
@@ -486,7 +505,8 @@ def test_like_takes_the_settings_of_another_run_but_not_how_far_it_ran(run):
     assert loop.first_episodes == f"{run}/epoch1/episodes/imitation_sampling_words_results.json"
     assert (loop.of("play").temperature, loop.of("training").lm_kl_coeff) == (0.5, 0.4)
     assert (loop.until, loop.control, loop.output) == (None, None, "mine")
-    assert (loop.processes, loop.deepspeed, loop.precision) == (1, "none", "auto")  # as they were given
+    assert (loop.processes, loop.deepspeed) == (1, "none")  # as they were given
+    assert loop.precision == "fp32"  # what `auto` became there: with another one the two runs would not compare
     assert loop.of("play").engine == "generate" and loop.of("training").per_device_train_batch_size == 4
 
 
@@ -541,6 +561,7 @@ def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on
     record["settings"] |= {"epochs": "9", "rewards.decay_weight": "0.5"}
     write_json(run / "settings.json", record)
     assert start(f"like={run}") == before
+    assert "epochs" not in start(f"like={run.parent}/./{run.name}/")
     assert start(f"like={run}", output=tmp_path / "other")["epochs"] == "9"
 
 
@@ -634,16 +655,22 @@ def test_a_model_without_a_chat_template_is_refused_before_its_imitation(start, 
     assert "chat template" in errors
 
 
+def test_rows_are_in_the_template_of_the_imitation_model_that_plays(needed, chat_model, tiny_model):
+    settings = {"model": tiny_model, "imitation_model": chat_model, "chat_template": "true", "check": "true"}
+    printed = call(run_spag.main, *words_of(needed | settings)).output
+    assert f"--tokenizer {chat_model}" in printed and f"--tokenizer {tiny_model}" not in printed
+
+
 @pytest.mark.parametrize("names", [["others"], ["messages"], ["sft", "others"], ["mixture"]])
 def test_games_without_a_rule_of_play_are_no_rows_of_imitation(start, foreign, names):
     errors = start(status=2, **foreign(*names))
     assert "prompt_templates=data/released_prompts.json" in errors and "tools/assign_rewards.py" in errors
 
 
-def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(start, foreign, tmp_path):
+def test_other_rows_of_imitation_pass_and_those_that_are_trained_on_already(start, foreign, tiny_model, tmp_path):
     for number, names in enumerate((["sft"], ["sft", "ours"], ["others", "ours"])):
         start(**foreign(*names), output=tmp_path / f"out{number}")
-    start(**foreign("others"), imitation_model="m", output=tmp_path / "like")  # as `like` sets it
+    start(**foreign("others"), imitation_model=tiny_model, output=tmp_path / "like")  # as `like` sets it
     start(**foreign("sft"))
     (tmp_path / "others.json").rename(tmp_path / "sft.json")
     record = tmp_path / "out/imitation/model/settings.json"

@@ -73,7 +73,7 @@ def steps(loop: Loop) -> Iterator[Step]:
     In a run each step has finished before the next one is created, so a step may depend on earlier results. The
     checks at the start also iterate over the steps, before there are any results.
     """
-    model = loop.imitation_model or loop.model  # the newest model
+    model = loop.first_player  # the newest model
     player = "imitation"  # its name in file names
     if imitates(loop):
         folder = f"{loop.output}/imitation/model"
@@ -236,8 +236,7 @@ def rewards_step(loop: Loop, what: str, epoch: int, episodes: str, output: str) 
 
 
 def tokenizer_of_rows(loop: Loop) -> str | None:
-    """The base model's, because training never changes the tokenizer."""
-    return loop.model if loop.of("rewards").chat_template else None
+    return loop.first_player if loop.of("rewards").chat_template else None
 
 
 def flags_of_control(loop: Loop, epoch: int) -> dict:

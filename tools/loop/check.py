@@ -21,7 +21,7 @@ from tools.common.models import load_tokenizer, model_folder, special_texts
 from tools.common.ranks import check_gpus
 from tools.common.records import files_setting, rows_record
 from tools.common.rowformats import read_row
-from tools.controls import CONTROLS
+from tools.controls import CONTROLS, Draw
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import Game
@@ -45,7 +45,7 @@ def check_inputs(loop: Loop) -> list[str]:
     game = GameChoice(game=play.game, game_options=play.game_options).load_game()
     check_rows(loop, game)
     check_control(loop)
-    check_sft_rows(loop.model, loop.of("rewards").sft_data_path, play.trust_remote_code)
+    check_sft_rows(loop.first_player, loop.of("rewards").sft_data_path, play.trust_remote_code)
     check_layout(loop, game)
     for _, path in loop.of("match").words or ():
         read_words(path, game.check_task)
@@ -136,9 +136,9 @@ def check_layout(loop: Loop, game: Game) -> None:
     prompt_file = play.prompt_templates or game.prompt_file
     templates = prompts.load_templates(prompt_file, game)
     runs_code = all(loop.of(stage).trust_remote_code for stage in ("play", "rewards"))
-    tokenizer = load_tokenizer(loop.model, trust_remote_code=runs_code)
+    tokenizer = load_tokenizer(loop.first_player, trust_remote_code=runs_code)
     prompts.check_special_texts(game, templates, special_texts(tokenizer))
-    chat = template_digest(tokenizer, loop.model, play.thinking) if play.chat_template else None
+    chat = template_digest(tokenizer, loop.first_player, play.thinking) if play.chat_template else None
     if loop.imitation_model:  # its training rows are unknown
         return
     foreign = []  # rows without a layout: other people's, or made by tools/controls.py
@@ -281,10 +281,11 @@ def count_parameters(model: str) -> float:
     return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) / bytes_of_one
 
 
-def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
-    """Build a training's arguments as train.py will, and find LoRA's layers. UserError for what train.py would refuse.
+def check_training(loop: Loop, stage: str, argv: list[str], *, layers: bool) -> None:
+    """Build a training's arguments as train.py will. UserError for what train.py would refuse.
 
-    A DeepSpeed file is not checked, because its numbers depend on the launch.
+    With `layers`, also find LoRA's layers in the model. A DeepSpeed file is not checked, because its numbers depend on
+    the launch.
     """
     import arguments
 
@@ -297,28 +298,29 @@ def check_training(loop: Loop, stage: str, argv: list[str]) -> None:
         if args.eval_data_path:
             for path in args.eval_data_path:
                 read_records(path, read_row)
-        if args.lora_rank or args.attn_implementation:
+        if layers and (args.lora_rank or args.attn_implementation):
             from tools.common.adapters import check_model  # imports torch
 
-            check_model(loop.model if stage == "imitation" else loop.imitation_model or loop.model, args)
+            check_model(loop.model if stage == "imitation" else loop.first_player, args)
 
 
 def check_commands(loop: Loop, plan: Iterable) -> None:
     """Parse every command with its program's parser, hours before it may run. UserError also for a wrong `until`."""
     seen = set()
     names = []
+    controls = CONTROLS | {"draw": Draw}
     for step in plan:
         names.append(step.name)
         if step.program == "tools/controls.py":
-            with prefix_errors(f"control={loop.control}: "):
-                parse_flags(CONTROLS[step.argv[0]], step.argv[1:], description="")
+            with prefix_errors(f"control={step.argv[0]}: "):
+                parse_flags(controls[step.argv[0]], step.argv[1:], description="")
         elif step.stage is None:
             continue
         elif flags := TABLES[step.stage].flags:
             with prefix_errors(f"[{step.stage}] "):
                 flags(**vars(parser_of(step.stage).parse_args(step.argv)))
-        elif step.stage not in seen:
-            check_training(loop, step.stage, step.argv)
+        else:
+            check_training(loop, step.stage, step.argv, layers=step.stage not in seen)
         seen.add(step.stage)
     if loop.until and loop.until not in names:
         raise UserError(f"until={loop.until}: no such stage{nearest(loop.until, names)} (epochs={loop.epochs})")

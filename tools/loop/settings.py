@@ -213,6 +213,11 @@ class Loop(OwnSettings):
         return read
 
     @property
+    def first_player(self) -> str:
+        """The model that plays epoch 1 or, if imitation trains it, its base. Later models keep its tokenizer."""
+        return self.imitation_model or self.model
+
+    @property
     def control_class(self) -> type[Control] | None:
         return CONTROLS.get(self.control or "")
 
@@ -454,8 +459,9 @@ def begin_like(folder: str, changes: Settings) -> Loop:
     if "imitation_model" not in changes:
         base["imitation_model"] = imitation_of(folder, then)
     loop = make_loop(base | {"output": None} | changes | learning_rates(base, changes))
-    precision = then.precision if loop.precision == AUTO else loop.precision
-    changed = set(differences(then, dataclasses.replace(loop, precision=precision), paths=True))
+    if loop.precision == AUTO:
+        loop = dataclasses.replace(loop, precision=then.precision)
+    changed = set(differences(then, loop, paths=True))
     of_imitation = {name for name in changed if name.partition(".")[0] in OF_IMITATION}
     of_games = {name for name in changed if name.partition(".")[0] in OF_GAMES} | of_imitation
     of_games |= {"imitation_model"} & changes.keys()  # a model must train on its own games
@@ -475,7 +481,8 @@ def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]
     """
     if output and has_begun(str(output)) and Path(str(output), "settings.json").is_file():
         record = read_record(str(output))
-        if record["settings"].get("like") == folder:
+        recorded = with_folders(record["settings"], str(output)).get("like")
+        if recorded and os.path.realpath(str(recorded)) == os.path.realpath(folder):
             return with_folders(record["like"]["settings"], folder), record["like"]["became"]
     record = read_record(folder)
     settings = with_folders(record["settings"], folder)
