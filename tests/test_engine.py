@@ -8,7 +8,15 @@ import pytest
 import torch
 from conftest import build_llama, build_tokenizer
 from pretend_gpu import DEVICE, PretendGPU, to_cpu
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, MistralConfig, NemotronConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DogeConfig,
+    MistralConfig,
+    NemotronConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tools.common.errors import UserError
 from tools.engine import memory, scheduler
@@ -320,9 +328,9 @@ def test_models_that_do_not_attend_to_all_tokens_are_left_to_plain_batches(confi
     assert not can_hold(model, 100)
 
 
-@pytest.mark.parametrize("config", [DiffLlamaConfig, NemotronConfig])
+@pytest.mark.parametrize("config", [DiffLlamaConfig, DogeConfig, NemotronConfig])
 def test_a_model_whose_attention_is_another_one_is_left_to_plain_batches(config):
-    """DiffLlama attends twice in a layer; Nemotron does not pass our arguments on."""
+    """DiffLlama attends twice in a layer; Doge adds to its scores; Nemotron does not pass our arguments on."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SHAPE | {"num_key_value_heads": 4})).eval()
     plain = copy.deepcopy(model)

@@ -145,6 +145,8 @@ def _attend(module, query, key, value, attention_mask, scaling, step: Step | Non
     layer = module.layer_idx
     if step is None:
         raise UnknownAttention("this model does not pass keyword arguments on to its attention")
+    if attention_mask is not None:
+        raise UnknownAttention("this model adds a mask of its own to its scores")
     if kwargs.get("s_aux") is not None:
         raise UnknownAttention("this model has attention sinks")
     if layer in step.layers_done:
