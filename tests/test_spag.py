@@ -79,6 +79,24 @@ def test_a_function_answers_all_waiting_games_as_one_batch():
     assert [episode["outcome"] for episode in episodes] == ["attacker breaks the rules"] * 3 and batches == [3, 3]
 
 
+def test_a_batched_player_plays_on_after_a_play_that_failed_while_it_waited():
+    player = spag.batched(lambda turns: ["It grows."] * len(turns))
+
+    async def opens(turn):
+        if turn.secrets["target_word"] == "river":
+            await asyncio.sleep(0)  # the other game waits for its batch by now
+            raise ZeroDivisionError
+        return "Hm?"
+
+    async def cell():
+        with pytest.raises(ZeroDivisionError):
+            await spag.play_async(["apple", "river"], opens, player, max_turns=1)
+        return await asyncio.wait_for(spag.play_async(["apple"], opens, player, max_turns=1), timeout=30)
+
+    (episode,) = asyncio.run(cell())
+    assert episode["history"][1]["content"] == "It grows."
+
+
 def test_in_the_caller_s_event_loop_a_player_uses_what_belongs_to_this_loop():
     async def cell():
         message = asyncio.get_running_loop().create_future()
@@ -94,18 +112,19 @@ def test_in_the_caller_s_event_loop_a_player_uses_what_belongs_to_this_loop():
     assert episode["history"][0]["content"] == "An apple tree."
 
 
-def test_a_transcript_holds_a_game_as_a_trainer_reads_it(tokenizer):
+@pytest.mark.parametrize("end", ["</s>", " </s>"])  # the latter as in Llama-2's template
+def test_a_transcript_holds_a_game_as_a_trainer_reads_it(tokenizer, end):
     """The template writes each message as <role>text</s>; a byte is a token."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}" + end + "{% endfor %}"
         "{% if add_generation_prompt %}<a>{% endif %}{{ extra }}"
     )
     transcript = spag.Transcript(tokenizer, extra="")
     chat = [{"role": "system", "content": "R"}, {"role": "user", "content": "Hi"}]
     ids = [
         tokenizer(text)["input_ids"]
-        for text in ("<s>R</s><u>Hi</s><a>", "yes</s>", "<u>@@@</s><a>", "no", "</s><u>x</s><a>")
+        for text in (f"<s>R{end}<u>Hi{end}<a>", "yes</s>", f"<u>@@@{end}<a>", "no", f"{end}<u>x{end}<a>")
     ]
     assert transcript.read(chat) == ids[0]
     transcript.write(ids[1])
@@ -120,7 +139,8 @@ def test_a_transcript_holds_a_game_as_a_trainer_reads_it(tokenizer):
 
 
 def test_a_game_step_by_step():
-    seen = spag.step("taboo", "apple", [], " It grows<|im_end|>\n on trees. ", special=["<|im_end|>"])
+    seen = spag.step("taboo", "apple", [], " It grows<|im_end|>\n on trees. ", special="<|im_end|>")
+    assert seen == spag.step("taboo", "apple", [], " It grows<|im_end|>\n on trees. ", special=["<|im_end|>"])
     assert seen == ([{"role": "attacker", "content": "It grows\n on trees."}], "defender", None, {})
     ended = spag.step("taboo", "apple", seen.history, "I know the word! It is `apple`!")
     assert ended[1:] == (None, "defender wins", {"attacker": 0.0, "defender": 1.0})

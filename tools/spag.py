@@ -61,7 +61,7 @@ def step(
     message: str,
     *,
     max_turns: float | None = None,
-    special: Collection[str] = (),
+    special: str | Collection[str] = (),
 ) -> Step:
     """Add a message by the role whose turn it is. A game starts with an empty history.
 
@@ -75,12 +75,16 @@ def step(
         raise ValueError(f"a message must be a string, not {message!r:.60}")
     if game.is_over(history, task, max_turns):
         raise ValueError(f"the game about {task!r} is over after {len(history)} messages")
-    history = [*history, as_message(game.next_role(task, history), message, frozenset(special))]
+    history = [*history, as_message(game.next_role(task, history), message, texts_of(special))]
     if not game.is_over(history, task, max_turns):
         return Step(history, game.next_role(task, history))
     outcome, _ = game.judge(history, task, max_turns)
     points = game.points(task, history, outcome)
     return Step(history, None, outcome, dict(zip(game.roles, points, strict=True)))
+
+
+def texts_of(special: str | Collection[str]) -> frozenset[str]:
+    return frozenset([special] if isinstance(special, str) else special)
 
 
 def chat(
@@ -111,7 +115,11 @@ def batched(messages: Callable[[list[Turn]], list[str]]) -> Choose:
         answer = asyncio.get_running_loop().create_future()
         waiting.append((turn, answer))
         if len(waiting) == 1:
-            await asyncio.sleep(0.01)
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:  # the play has failed
+                waiting.clear()
+                raise
             turns, answers = zip(*waiting, strict=True)
             waiting.clear()
             for each, text in zip(answers, messages(list(turns)), strict=True):
@@ -138,6 +146,8 @@ class Transcript:
 
     def read(self, chat: list[dict[str, str]]) -> list[int]:
         """Add what is new in the chat of the model's next turn. Returns all tokens, for the model to continue."""
+        from tools.games.chat import end_of_reply  # imports jinja2 and transformers
+
         if not self.completion_ids:
             self.prompt_ids = self._encode(self._render(chat))
         else:
@@ -145,8 +155,10 @@ class Transcript:
             mark = "@@@"
             between = [{"role": USER, "content": ""}, {"role": ASSISTANT, "content": mark}, chat[-1]]
             ids = self._encode(self._render(between).partition(mark)[2])
-            ended = self.completion_ids[-1] == ids[0]  # else the reply was cut off
-            self._add(ids[ended:], wrote=0)
+            end = end_of_reply(self.tokenizer, ids) or 0
+            last = self.completion_ids[-1]  # the end token, unless the reply was cut off
+            written = ids.index(last) + 1 if last in ids[: end + 1] else 0
+            self._add(ids[written:], wrote=0)
         return self.prompt_ids + self.completion_ids
 
     def write(self, ids: list[int]) -> None:
@@ -172,7 +184,7 @@ async def play_async(
     game: str | Game = "taboo",
     templates: Templates | None = None,
     seed: int = 0,
-    special: Collection[str] = (),
+    special: str | Collection[str] = (),
     **flags,
 ) -> list[dict]:
     """`play` in the running event loop, for async players that use resources of that loop."""
@@ -184,7 +196,7 @@ async def play_async(
         raise UserError(f"{HUMAN} needs python -m tools.play_llm_game; here, pass a function that asks you")
     players, at_once = make_players(speakers, game, options, seed=seed, games_left=len(tasks))
     for player in players.values():
-        player.special_texts |= frozenset(special)
+        player.special_texts |= texts_of(special)
     episodes: list[dict] = []
     await play_games(
         game,

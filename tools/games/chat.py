@@ -4,6 +4,7 @@ The texts include all special tokens: BOS, if the template writes it, and the to
 """
 
 import hashlib
+from collections.abc import Sequence
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,16 @@ from tools.games.prompts import ASSISTANT, SYSTEM, USER, chat_messages
 EMPTY = "..."  # replaces empty messages in templates that reject them
 SPEAKERS = (SYSTEM, USER, ASSISTANT, USER, ASSISTANT)
 SAMPLE = [{"role": role, "content": f"Text {number} of {role}"} for number, role in enumerate(SPEAKERS)]
+
+
+def end_of_reply(tokenizer, ids: Sequence[int]) -> int | None:
+    """The index of the token that ends a reply among those that a template writes after it: the first added token.
+
+    Whitespace is skipped, because GPT-NeoX and Gemma have added tokens for it, and replies would stop at their first
+    empty line.
+    """
+    added = tokenizer.added_tokens_decoder
+    return next((n for n, token in enumerate(ids) if token in added and not str(added[token]).isspace()), None)
 
 
 class ChatTemplate:
@@ -84,16 +95,10 @@ class ChatTemplate:
         return f"\n{prompts.THOUGHT_TAGS[opened]}\n\n"
 
     def _ending_token(self, after_answer: str) -> int:
-        """The token that ends a reply: the first added token that the template writes after an answer, else EOS.
-
-        In many chat models it differs from the tokenizer's EOS. Whitespace is skipped, because GPT-NeoX and Gemma have
-        added tokens for it, and replies would stop at their first empty line.
-        """
-        added = self.tokenizer.added_tokens_decoder
-        for token in self._ids(after_answer):
-            if token in added and not str(added[token]).isspace():
-                return token
-        return self.tokenizer.eos_token_id
+        """The token that ends a reply. In many chat models it differs from the tokenizer's EOS."""
+        ids = self._ids(after_answer)
+        end = end_of_reply(self.tokenizer, ids)
+        return self.tokenizer.eos_token_id if end is None else ids[end]
 
     def _target_end(self, after_answer: str) -> str:
         """What the template writes after an answer, up to and including the token that ends a reply."""
