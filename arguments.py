@@ -25,7 +25,7 @@ from tools.common.errors import UserError, require, user_errors
 from tools.common.files import read_json
 from tools.common.flags import check_values, default_of, defaults, flag, flag_fields, is_compared
 from tools.common.models import model_setting
-from tools.common.ranks import check_gpus, warn_of_idle_gpu, world_size
+from tools.common.ranks import check_gpus, warn_of_idle_gpu
 from tools.common.records import rows_setting
 from trainers import MICRO_BATCH, REFERENCE_NAME, TRAIN_METHODS
 
@@ -60,7 +60,8 @@ COMPARED = {
     "metric_for_best_model",
 }
 
-PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch and obeyed by the Trainer
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch and obeyed by the Trainer, as the next
+DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 ALL_STEPS = 1 - 1e-9  # for --warmup_steps, where 1 would mean one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # false by default in DeepSpeed
 
@@ -153,7 +154,7 @@ class SPAGArguments(MethodArguments):
     def __post_init__(self):
         check_values(self)
         check_flags(self)
-        _check_precision(self)
+        _check_launcher(self)
         if self.lora_rank and TRAIN_METHODS[self.train_method].compared_kinds:
             self.ref_model_name_or_path = self.model_name_or_path
         if self.warmup_ratio is not None:  # transformers 5 takes --warmup_steps below 1 for a fraction, rounded up
@@ -324,11 +325,11 @@ def _check_run(args: SPAGArguments | Namespace) -> None:
         raise UserError("--resume_from_checkpoint: training resumes only from checkpoints in --output_dir")
     if args.deepspeed:
         _check_deepspeed_file(args)
-    if args.train_sampling_strategy == "group_by_length" and world_size() > 1:
-        # Each process shuffles by its own random state, which dropout advances: two of them saw 78 of 93 rows.
+    if args.train_sampling_strategy == "group_by_length":
+        # It shuffles by a process's own random state: two processes, and a resumed one, saw 78 and 74 of 93 rows.
         raise UserError(
-            "--train_sampling_strategy group_by_length: with several processes, some rows would be seen twice and "
-            "others never; batch_rebalance also groups rows by length"
+            "--train_sampling_strategy group_by_length: with several processes, or after a restart, some rows would "
+            "be seen twice and others never; batch_rebalance also groups rows by length"
         )
     optional = {"peft": args.lora_rank, "deepspeed": args.deepspeed, "liger-kernel": args.use_liger_kernel}
     for package, wanted in optional.items():
@@ -354,8 +355,10 @@ def _check_later_use(args: SPAGArguments | Namespace) -> None:
         raise UserError(f"--gradient_checkpointing_kwargs {args.gradient_checkpointing_kwargs}: not a JSON object")
 
 
-def _check_precision(args: SPAGArguments) -> None:
-    """UserError if `accelerate launch` asks for another precision than the flags."""
+def _check_launcher(args: SPAGArguments) -> None:
+    """UserError if `accelerate launch` asks for DeepSpeed or another precision than the flags."""
+    if os.environ.get(DEEPSPEED_VARIABLE, "false").lower() == "true" and not args.deepspeed:
+        raise UserError(f"{DEEPSPEED_VARIABLE} is true: start without accelerate's DeepSpeed, with --deepspeed FILE")
     asked = os.environ.get(PRECISION_VARIABLE, "no")
     if asked not in ("no", args.precision):
         remedy = f"set --{asked} True, or " if asked in ("bf16", "fp16") else ""

@@ -11,7 +11,7 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -396,12 +396,26 @@ class SPAGTrainer(Trainer):
         return {"tokens_per_second": (tokens, torch.full_like(tokens, seconds))}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss of an evaluation batch; the Trainer averages it over rows.
+        """The loss of an evaluation batch, of which the Trainer takes the mean over rows.
 
-        Each batch is normalized by itself, also with --loss_normalization step, because evaluation has no steps.
+        Divided by the batch's share, by rows, of the whole set's counts, whatever `loss_normalization` is. So neither
+        the micro-batch nor the order of rows changes `eval_loss`.
         """
+        shares = {name: count * len(inputs["labels"]) for name, count in self.eval_counts.items()}
         with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+            return self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=shares), None, None
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        totals = self.total_denominators(dataloader)
+        self.eval_counts = {name: total / totals["rows"] for name, total in totals.items()}
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def total_denominators(self, batches: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The sums of `loss_denominators` over these batches of all ranks."""
+        counts = [loss_denominators(batch) for batch in batches]
+        of_this_rank = sum(torch.stack([*each.values()]) for each in counts)
+        totals = self.accelerator.reduce(of_this_rank.to(self.args.device), reduction="sum")
+        return dict(zip(counts[0], totals, strict=True))
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """A step's micro-batches and, unless each is normalized by itself, the step's denominators over all ranks."""
@@ -410,13 +424,11 @@ class SPAGTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or self.args.loss_normalization == MICRO_BATCH:
             return batches, None
-        counts = [loss_denominators(batch) for batch in batches]
-        of_this_rank = sum(torch.stack([*each.values()]) for each in counts)
-        totals = self.accelerator.reduce(of_this_rank.to(self.args.device), reduction="sum")
         # The Trainer averages over all n micro-batches of all ranks. Each divides its costs by (total count / n), so
         # the average is total cost / total count.
         micro_batches = len(batches) * self.accelerator.num_processes
-        return batches, dict(zip(counts[0], totals / micro_batches, strict=True))
+        totals = self.total_denominators(batches)
+        return batches, {name: total / micro_batches for name, total in totals.items()}
 
     def _prepare_inputs(self, inputs):
         """Move the batch to the device. (Under DeepSpeed the Trainer would also round rewards to half precision.)"""

@@ -104,6 +104,7 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--learning_rate=-1e-5", "--learning_rate -1e-05: "),
         ("SFT", "--warmup_ratio 3", "warmup_ratio is 3.0; it must be at most 1"),
         ("SFT", "--max_length 0", "max_length is 0; it must be at least 1"),
+        ("SFT", "--train_sampling_strategy group_by_length", "group_by_length: .* batch_rebalance"),
         ("SFT", "--lora_rank 8 --push_to_hub True", "--push_to_hub: the adapters' base"),
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
     ],
@@ -117,12 +118,10 @@ def test_what_would_train_something_else_is_an_error(given, method, flags, messa
         parse_arguments(minimal(given, *words, method=method))
 
 
-def test_rows_grouped_by_length_are_refused_with_several_processes_which_would_not_see_all(given, monkeypatch):
-    words = minimal(given, "--train_sampling_strategy", "group_by_length")
-    assert parse_arguments(words).train_sampling_strategy == "group_by_length"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--train_sampling_strategy group_by_length: .* batch_rebalance"):
-        parse_arguments(words)
+def test_deepspeed_of_accelerate_that_the_flags_do_not_name_is_refused(given, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="ACCELERATE_USE_DEEPSPEED is true.* --deepspeed FILE"):
+        parse_arguments(minimal(given))
 
 
 def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, monkeypatch):

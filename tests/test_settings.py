@@ -322,7 +322,7 @@ TRAINING_MISTAKES = [
     "per_device_eval_batch_size=0",
     "dataloader_num_workers=-1",
     "neftune_noise_alpha=-1",
-    "train_sampling_strategy=group_by_length & processes=2",
+    "train_sampling_strategy=group_by_length",
 ]
 
 

@@ -546,10 +546,13 @@ def test_under_autocast_adapters_read_their_inputs_without_a_copy_in_fp32_and_lo
     assert losses_of(kept) == losses_of(copied) and len(set(losses_of(kept))) == 4
 
 
-def test_the_loss_of_an_evaluation_in_one_batch_is_that_of_the_training_step(tmp_path, tiny_model, other_model):
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(20))
-    settings = offline_po(path, tiny_model, other_model, eval_data_path=path, max_steps=1, learning_rate=0)
-    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=20)
+@pytest.mark.parametrize("method", [offline_po, sft])
+def test_the_loss_of_an_evaluation_in_any_batches_is_a_training_step_s(tmp_path, tiny_model, other_model, method):
+    rows = sorted(make_rows(20), key=lambda row: row.get("type", ""))  # games first, as assign_rewards writes them
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    models = (tiny_model, other_model) if method is offline_po else (tiny_model,)
+    settings = method(path, *models, eval_data_path=path, max_steps=1, learning_rate=0)
+    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=3)
     results = read_json(tmp_path / "out" / "eval_results.json")
     assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
 

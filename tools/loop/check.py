@@ -291,9 +291,7 @@ def check_training(loop: Loop, stage: str, argv: list[str], *, layers: bool) -> 
 
     with prefix_errors(f"[{stage}] "):
         given = arguments.build_parser().parse_args(argv)
-        os.environ["WORLD_SIZE"] = str(loop.processes * loop.machines)
         arguments.check_flags(given)
-        del os.environ["WORLD_SIZE"]
         args = arguments.SPAGArguments(**vars(given) | {"deepspeed": None})
         if args.eval_data_path:
             for path in args.eval_data_path:
