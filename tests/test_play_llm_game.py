@@ -222,7 +222,7 @@ def test_games_are_played_group_by_group_of_players_and_seed_and_only_those_that
             at_work.append((turn.index, self.name))
             return Reply(self.name, "stop", 1)
 
-    def make_players(names, game, flags, *, seed, games_left):
+    def make_players(names, game, flags, *, seed, games_left, start):
         made.append((*names, seed, games_left))
         return dict(zip(game.roles, map(Speaker, names), strict=True)), 2
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Kinds of players by prefix; any other name is a model: a folder or a name on the hub.
 KINDS: dict[str, type[Player]] = {HUMAN: HumanPlayer, SCRIPTED: ScriptedPlayer, SERVER: ServerPlayer}
 FORMS = ", ".join([ModelPlayer.form, *(kind.form for kind in KINDS.values())])
-NoteEngines = Callable[[Iterable[str]], None]
+NoteEngines = Callable[[Iterable[str]], int]
 # Loaded models by folder; the key, made of models and flags, is that of the last match.
 _loaded: dict[str, dict[Path, "StartEngine"]] = {}
 _in_memory = ExitStack()  # their open `Engine.loaded` blocks
@@ -66,13 +66,17 @@ def player_setting(name: str, flags: PlayFlags) -> dict | str:
 
 
 def engine_notes(work: Stage) -> NoteEngines:
-    """A function that adds this start's engines to a stage's record, after those of earlier starts."""
+    """A function that adds this start's engines to a stage's record, after those of earlier starts.
+
+    It returns the number of this start, from 1.
+    """
     earlier = work.notes.get("engines", [])
     names: set[str] = set()
 
-    def note_engines(more: Iterable[str]) -> None:
+    def note_engines(more: Iterable[str]) -> int:
         names.update(more)
         work.note(engines=[*earlier, sorted(names)])
+        return len(earlier) + 1
 
     return note_engines
 
@@ -84,14 +88,16 @@ def make_players(
     *,
     seed: int | str,
     games_left: int,
+    start: int = 1,
 ) -> tuple[dict[str, Player], int]:
     """Players by role, and how many games to play at once. `names` are those of roles[0] and roles[1], or functions.
 
     Models of an earlier match are unloaded unless players and flags are the same.
 
     Our own engines draw from one generator for all games, so two runs with the same seed differ if free memory, batch
-    size or the number of processes differ; vLLM's draws depend only on seed, game and message. `games_left` is part of
-    the seeds of our engines and of servers, so that a continued run does not repeat earlier draws.
+    size or the number of processes differ; vLLM's draws depend only on seed, game and message. So that a continued
+    run does not repeat earlier draws, `games_left` is part of our engines' seeds, and `start`, the number of this
+    start, of the seeds of servers, whose failed games may be the only ones left again.
     """
     kinds = {name: player_kind(name) for name in names if isinstance(name, str)}
     folders = {name: model_folder(name).resolve() for name, (kind, _) in kinds.items() if kind is ModelPlayer}
@@ -105,7 +111,7 @@ def make_players(
             players[name] = ScriptedPlayer(name, flags.thinking)
         elif name not in folders:
             kind, rest = kinds[name]
-            players[name] = kind.named(rest, game, flags, f"{seed}/{games_left}")
+            players[name] = kind.named(rest, game, flags, f"{seed}/{start}")
     at_once = limit or default_games_at_once(set(players.values()), games_left)
     if folders:
         logger.info("%d games at once", at_once)

@@ -134,7 +134,7 @@ def play_missing(
     files: EpisodeFiles,
     *,
     templates: prompts.Templates,
-    note_engines: NoteEngines = lambda names: None,
+    note_engines: NoteEngines = lambda names: 1,
 ) -> float:
     """Play this rank's missing games and store each as it ends. Returns the seconds of play. All ranks must call this.
 
@@ -173,9 +173,10 @@ def _play_group(
 
     Players live only in this function; otherwise they would hold a group's models while the next ones are loaded.
     """
-    players, games_at_once = make_players((who.first, who.second), game, flags, seed=who.seed, games_left=len(tasks))
-    if engines := {player.engine_name for player in players.values() if player.engine_name}:
-        note_engines(engines)
+    start = note_engines([])
+    names = (who.first, who.second)
+    players, games_at_once = make_players(names, game, flags, seed=who.seed, games_left=len(tasks), start=start)
+    note_engines(player.engine_name for player in players.values() if player.engine_name)
     at_terminal = any(player.at_terminal for player in players.values())
     # For --logging_steps, a batch is one message of each concurrent game.
     show, bar = _progress(len(tasks), flags.logging_steps * games_at_once, title, quiet=at_terminal)
