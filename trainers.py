@@ -134,8 +134,8 @@ def offline_po_loss(
     clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
     game_costs = -torch.minimum(advantage * ratio, advantage * clipped_ratio) * weights * game_mask
     sft_costs = -logprob * weights * sft_mask
-    policy_loss = _divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
-    sft_part = _divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
+    policy_loss = divide(game_costs.sum(), game_mask.sum() if num_game_rows is None else num_game_rows)
+    sft_part = divide(sft_costs.sum(), sft_mask.sum() if num_sft_rows is None else num_sft_rows)
     metrics = _ratio_metrics(log_ratio, game_mask) | {
         "log_ratio_positive": over_rows(log_ratio, game_mask * (rewards > 0)),
         "log_ratio_negative": over_rows(log_ratio, game_mask * (rewards < 0)),
@@ -146,7 +146,7 @@ def offline_po_loss(
     return policy_loss + sft_coeff * sft_part, metrics
 
 
-def _divide(total: Tensor, count: Tensor | float) -> Tensor:
+def divide(total: Tensor, count: Tensor | float) -> Tensor:
     """total / count, or the total, which is then 0, if the count is 0."""
     count = torch.as_tensor(count)
     return total / torch.where(count == 0, 1.0, count)  # an `if` would synchronize the GPU

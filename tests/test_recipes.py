@@ -144,19 +144,14 @@ class WithPool(play_llm_game.Flags):
 
 
 def with_pool(loop):
-    """The steps of the loop, in which the newest model plays as attacker against the models that played before it."""
+    """The steps of the loop, in which the newest model plays as attacker against those of all epochs before."""
     pool = []
     for step in run_spag.steps(loop):
-        if step.stage == "play":
-            name, model = (value_of(step, flag) for flag in ("--model_prefix", "--attacker_model_name_or_path"))
-            if pool:
-                step = replace(step, argv=[*step.argv, "--defender_pool", *pool])
-            pool.append(f"{name}={model}")
+        if step.stage == "play" and pool:
+            step = replace(step, argv=[*step.argv, "--defender_pool", *pool])
         yield step
-
-
-def value_of(step, flag):
-    return step.argv[step.argv.index(flag) + 1]
+        if step.what == "train":  # starts from the model that played, also if `first_episodes` had been played before
+            pool.append(f"before{step.epoch}={step.argv[step.argv.index('--model_name_or_path') + 1]}")
 
 
 def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_model, tmp_path, monkeypatch, request):
@@ -183,7 +178,7 @@ def test_a_pool_of_opponents_is_a_flag_of_play_and_its_plan(tiny_model, other_mo
     settings |= {"processes": 1, "deepspeed": "none", "epochs": 3, "check": "true"}
     printed = call(partial(run_spag.main, with_pool), *words_of(settings)).output
     (third,) = (line for line in printed.splitlines() if line.startswith("epoch3_play: "))
-    assert third.endswith(f" --defender_pool imitation={tiny_model} epoch1=o/epoch1/model")
+    assert third.endswith(f" --defender_pool before1={tiny_model} before2=o/epoch1/model")
 
 
 @dataclass(kw_only=True)
@@ -434,7 +429,7 @@ tracked = {}
 
 def track(loop, step):
     """So W&B, or another tracker, gets the points of an epoch; after a restart, of all epochs again."""
-    if step.what == "eval":
+    if step.what == "eval" and loop.machine == 0:
         tracked[step.epoch] = points(loop, step.epoch)[0]
 
 

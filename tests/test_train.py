@@ -310,19 +310,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_asks_the_reference_no_sec
 
 
 class ByToken(trainers.OfflinePOTrainer):
-    """Self-play with a ratio for each token; a row's cost is the mean over its tokens."""
+    """OfflinePO with a ratio for each token; a game row's cost is the mean over its tokens."""
 
     scores_tokens = True
 
     def method_loss(self, batch, denominators):
-        log_ratio = batch["logprobs"] - batch["ref_logprobs"]  # (scored tokens,)
-        rewards = batch["rewards"].repeat_interleave(trainers.num_scored(batch))
-        advantage = rewards - self.args.lm_kl_coeff * log_ratio
+        flags, num_tokens = self.args, trainers.num_scored(batch)
+        of_games = batch["game_mask"].bool().repeat_interleave(num_tokens)
+        log_ratio = torch.where(of_games, batch["logprobs"] - batch["ref_logprobs"], 0.0)  # (scored tokens,)
         ratio = log_ratio.exp()
-        gains = torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
-        costs = -trainers.row_means(gains, batch) * batch["weights"]
-        metrics = {"log_ratio": (log_ratio.sum().detach(), torch.tensor(float(len(log_ratio))))}
-        return costs.sum() / denominators["game_rows"], metrics
+        clipped_ratio = ratio.clamp(1 - flags.clip_range, 1 + flags.clip_range)
+        rewards = batch["rewards"].repeat_interleave(num_tokens)
+        advantage = rewards - flags.lm_kl_coeff * (log_ratio.detach() if flags.detach_kl else log_ratio)
+        gains = trainers.row_means(torch.minimum(advantage * ratio, advantage * clipped_ratio), batch)
+        logprobs = trainers.row_means(batch["logprobs"], batch)
+        game_costs = -gains * batch["weights"] * batch["game_mask"]
+        sft_costs = -logprobs * batch["weights"] * batch["sft_mask"]
+        policy_loss = trainers.divide(game_costs.sum(), denominators["game_rows"])
+        sft_loss = trainers.divide(sft_costs.sum(), denominators["sft_rows"])
+        metrics = {"log_ratio": trainers.over_rows(trainers.row_means(log_ratio, batch), batch["game_mask"])}
+        return policy_loss + flags.lm_sft_coeff * sft_loss, metrics
 
 
 def test_a_loss_by_token_is_a_few_lines_and_continues_with_its_reference(
@@ -330,7 +337,9 @@ def test_a_loss_by_token_is_a_few_lines_and_continues_with_its_reference(
 ):
     """Rows of one scored token cost what they cost by row."""
     one_token = [GAME | {"query": "q" * n, "target": "", "reward": n / 20} for n in range(1, 17)]
-    settings = offline_po(write_rows(tmp_path / "one.jsonl", one_token), tiny_model, other_model, max_steps=2)
+    sft_rows = [{"query": "q" * n, "target": "", "type": "sft"} for n in range(4)]
+    rows = write_rows(tmp_path / "one.jsonl", one_token + sft_rows)
+    settings = offline_po(rows, tiny_model, other_model, max_steps=2, learning_rate=0.01)
     by_row = run(tmp_path / "by_row", settings)
     monkeypatch.setitem(trainers.TRAIN_METHODS, "OfflinePO", ByToken)
     assert_same_curve(run(tmp_path / "one", settings), by_row)

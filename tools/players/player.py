@@ -203,7 +203,10 @@ class Player:
 
     @classmethod
     def setting(cls, name: str, flags: Any) -> dict | str:
-        """The player as a setting of a stage: everything about it that games depend on."""
+        """The player as a setting of a stage: everything about it that games depend on.
+
+        If it is a dict with "sha256", starts are compared by that alone.
+        """
         raise NotImplementedError
 
 
