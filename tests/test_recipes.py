@@ -271,7 +271,8 @@ def test_a_training_method_is_a_class_with_its_loss_and_its_flags(tiny_model, tm
     assert second["policy_loss"] < first["policy_loss"]
 
 
-# The lines of a coefficient, each before the line named. --help, the record and spag.loss follow from the first.
+# The lines of a coefficient, each before the line named. --help, the record and spag.loss follow from the first; for a
+# loss of other numbers than those of a row, such as tokens', `spag.loss` must pass them.
 COEFFICIENT = [
     (
         '        "detach_kl": flag(',
