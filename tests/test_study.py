@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import re
 import signal
 import sys
@@ -14,9 +15,9 @@ from helpers import ROOT, Fork, call, descendants, finish, flags_of, wait_for
 from tools import evaluate_belief
 from tools.common.errors import UserError
 from tools.common.files import read_json, read_words, write_json, write_records, write_words
-from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, TIED, Taboo
+from tools.games.taboo import ATTACKER_BREAKS, ATTACKER_WINS, Taboo
 from tools.lab import preparations, study, table
-from tools.measure.estimates import holm, markdown, student, with_interval
+from tools.measure.estimates import markdown, student, with_interval
 from tools.measure.matches import write_results
 from tools.selfplay.episodes import summary
 
@@ -56,10 +57,11 @@ def add_benchmark(folder: Path, percents: dict[str, float]) -> None:
 
 def add_belief(folder: Path, log_shares: dict[str, float]) -> None:
     """Results of tools/evaluate_belief.py: log_share of each model after the last hint, and before the first one."""
+    rows = []
     for model, value in log_shares.items():
-        row = {"model": model, "hints": "last", "candidates": 40}
-        row |= {"log_share": value, "rank_1": 0.5, "belief": -20.0}
-        write_json(folder / model / "belief/belief.json", {"table": [row, row | {"hints": 0, "log_share": -9.0}]})
+        row = {"model": model, "candidates": 40, "rank_1": 0.5, "belief": -20.0}
+        rows += [row | {"hints": "last", "log_share": value}, row | {"hints": 0, "log_share": -9.0}]
+    write_json(folder / "epoch1/belief/belief.json", {"table": rows})
 
 
 @pytest.fixture
@@ -157,169 +159,70 @@ def test_a_bar_in_a_name_stays_in_its_cell():
     assert markdown([["a|b", 1]]).splitlines()[0] == "| a\\|b | 1 |"
 
 
-# Stored studies. Their seeds have numbers by table and column; their tables say what was compared.
+# The stored study.
 
-STUDIES = ("tiny", "tiny_baseline", "hints", "english", "english_baseline")
-POOLED = (  # differences of points over the seeds of two studies: arm, other, epoch, number of seeds
-    (("english", "english_baseline"), "released", "sft", 2, 6),
-    (("tiny", "hints"), "released", "cloning", 3, 16),
-    (("tiny", "hints"), "detached", "cloning", 3, 16),
-)
-BARE = (  # means that are told without an interval: study, measure, arm, epoch
-    ("tiny", "as attacker", "released", 3),
-    ("tiny", "as defender", "released", 3),
-    ("tiny", "held_out words", "released", 3),
-    ("tiny", "points", "sft", 3),
-    ("tiny", "points", "losers", 3),
-    ("tiny", "true hints", "losers_ties", 3),
-    ("tiny", "true hints", "detached_matched", 3),
-    ("hints", "as attacker", "released", 3),
-    ("hints", "as defender", "released", 3),
-    ("english", "MuTual", "base", 0),
-)
-COMPARISONS = ("Primary comparisons", "Differences, paired by seed")  # titles in the stored tables
-COMPUTED = (  # further differences that are told: study, measure, arm, other
-    ("tiny", "as defender", "released", "cloning"),
-    ("tiny", "as attacker", "losers_ties", "detached_matched"),
-    ("tiny", "as defender", "losers_ties", "detached_matched"),
-    ("tiny", "meet + common", "games_only", "released"),
-    ("hints", "rank 1 among 40", "released", "imitation"),
-    ("hints", "rank 1 among 40", "silent", "imitation"),
-)
-NO_RESULTS = {"0.25", "0.001"}  # a setting, and the bound of small p values
+STORED = ROOT / "data/results/mechanism"
+DECLARED = study.read_study(str(ROOT / "configs/arms/mechanism.toml"), [])
+ARMS_SHOWN = "What each arm does after three epochs"  # the table of RESULTS.md with a line for each measure
+TOLD = {
+    "README.md": (ROOT / "README.md").read_text().partition("## Does it work?")[2].partition("\n## ")[0],
+    "data/RESULTS.md": (ROOT / "data/RESULTS.md").read_text(),
+}
+NUMBER = r"[+-]?\b\d+\.\d{3}\b"
 
 
 @functools.cache
-def stored_frame(*studies: str):
-    """The numbers of stored seeds. A measure against another opponent than imitation is called COLUMN@OPPONENT."""
-    seeds = []
-    for name in studies:
-        for path in (ROOT / f"data/results/{name}").glob("*.json"):
-            seed = read_json(path)
-            for run in seed["arms"].values():
-                run["epochs"] = {epoch: by_measure(tables) for epoch, tables in run["epochs"].items()}
-            seeds.append(seed)
-    return table.to_frame(seeds)
+def stored_seeds() -> list[dict]:
+    return sorted(map(read_json, STORED.glob("seed*.json")), key=lambda seed: seed["seed"])
 
 
-def by_measure(tables: Mapping[str, Mapping]) -> dict[str, float]:
-    numbers = {}
-    for title, columns in tables.items():
-        opponent = title.partition("Points against ")[2]
-        for column, value in columns.items():
-            measure = f"{column}@{opponent}" if opponent not in ("", "imitation") else column
-            numbers[measure] = value[0] if isinstance(value, list) else value  # a benchmark's, with its error
-    return numbers
+@functools.cache
+def stored_frame():
+    return table.to_frame(stored_seeds())
 
 
-def stored_mean(name: str, measure: str, arm: str, epoch: int) -> float:
-    frame = stored_frame(name)
-    return frame[(frame.measure == measure) & (frame.arm == arm) & (frame.epoch == epoch)].value.mean()
+def test_the_stored_table_is_made_from_the_stored_seeds():
+    assert table.table_text(stored_seeds(), DECLARED.primary, DECLARED.minus) == (STORED / "table.md").read_text()
+
+
+def test_each_cell_of_the_results_is_the_mean_of_its_measure_and_arm():
+    lines = sections(TOLD["data/RESULTS.md"])[ARMS_SHOWN]
+    for line in lines.values():
+        measure, *cells = line.values()
+        for arm, shown in zip(list(line)[1:], cells, strict=True):
+            assert shown == cell(values_of(measure, arm.strip("`"), 0 if arm == "`imitation`" else 3))
+
+
+def test_the_results_tell_the_declared_comparisons_as_the_stored_table_does():
+    of_page = sections(TOLD["data/RESULTS.md"])["The four declared comparisons"]
+    of_table = sections((STORED / "table.md").read_text())["Primary comparisons"]
+    shown = [[line[name] for name in ("difference", "equal", "p by Holm")] for line in of_page.values()]
+    assert shown == [[line[name] for name in ("difference", "equal", "p by Holm")] for line in of_table.values()]
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_every_mean_or_difference_with_an_interval_is_of_the_stored_seeds(path):
+    text = " ".join(TOLD[path].split())
+    assert set(re.findall(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]", text)) - figures_with_intervals() == set()
 
 
 @functools.cache
 def figures_with_intervals() -> frozenset[str]:
-    """Means and differences of the stored studies, with two and three decimals."""
-    figures = set()
-
-    def add(values: list[float], sign: str = "") -> None:
-        mean, interval, _ = student(values)
-        figures.update(with_interval(mean, interval, f"{sign}{form}") for form in (".2f", ".3f"))
-
-    for name in STUDIES:
-        for _, values in stored_frame(name).groupby(["measure", "arm", "epoch"]).value:
-            add(values.tolist())
-        for gaps in told_gaps(name):
-            add(gaps, "+")
-        for arm, epoch in stored_frame(name)[["arm", "epoch"]].drop_duplicates().itertuples(index=False):
-            for gaps in points_minus_controls(name, arm, epoch).values():
-                if gaps:
-                    add(gaps, "+")
-    for studies, arm, other, epoch, number in POOLED:
-        frame = stored_frame(*studies)
-        gaps = table.paired(frame[frame.epoch == epoch], "points", arm, other).tolist()
-        assert len(gaps) == number
-        add(gaps, "+")
+    """The means of matches and rows, and the differences of any two arms after the same epoch."""
+    frame = stored_frame()
+    frame = frame[frame.measure.str.startswith(("match: ", "rows: "))]
+    figures = {cell(values.tolist()) for _, values in frame.groupby(["measure", "arm", "epoch"]).value}
+    for _, of_measure in frame.groupby("measure"):
+        for arm, other in itertools.permutations(of_measure.arm.unique(), 2):
+            values, others = (table.by_seed_and_epoch(of_measure, each) for each in (arm, other))
+            gaps = values - table.in_epochs(others, values.columns)
+            figures.update(cell(gaps[epoch].dropna().tolist(), "+") for epoch in gaps)
     return frozenset(figures)
 
 
-def stored_gaps(name: str, title: str) -> list[list[float]]:
-    """The differences by seed for each line of a table of a stored study."""
-    compared = sections((ROOT / f"data/results/{name}/table.md").read_text()).get(title, ())
-    return [table.paired(stored_frame(name), *comparison).tolist() for comparison in compared]
-
-
-def told_gaps(name: str) -> list[list[float]]:
-    """The differences by seed of a study: those of its stored tables, and those that are computed for a page."""
-    gaps = [each for title in COMPARISONS for each in stored_gaps(name, title)]
-    computed = [comparison for study, *comparison in COMPUTED if study == name]
-    return gaps + [table.paired(stored_frame(name), *comparison).tolist() for comparison in computed]
-
-
-def points_minus_controls(name: str, arm: str, epoch: int) -> dict[str, list[float]]:
-    """The columns of RESULTS' table that compare an arm with the two controls: differences of points by seed."""
-    frame = stored_frame(name)
-    frame = frame[frame.epoch == epoch]
-    controls = {"minus cloning": "cloning", "minus sft": "sft"}
-    return {
-        column: [] if arm == control else table.paired(frame, "points", arm, control).tolist()
-        for column, control in controls.items()
-    }
-
-
-def bare_figures() -> set[str]:
-    """What is told without an interval, as text: some means, imitation's points against itself, and p values."""
-    means = [stored_mean(*each) for each in BARE]
-    for name in ("tiny", "hints"):
-        as_attacker = stored_mean(name, ATTACKER_WINS, "imitation", 0) + stored_mean(name, TIED, "imitation", 0) / 2
-        means += [as_attacker, 1 - as_attacker]
-    p_values = [student(gaps)[-1] for gaps in stored_gaps("english", "Differences, paired by seed")]
-    for name in STUDIES:
-        p_values += holm([student(gaps)[-1] for gaps in stored_gaps(name, "Primary comparisons")])
-    figures = {f"{mean:{form}}" for mean in means for form in (".2f", ".3f")}
-    return figures | {f"{p:.3f}" for p in p_values}
-
-
-TOLD = {
-    "README.md": (ROOT / "README.md").read_text().partition("## Does it work?")[2].partition("\n## ")[0],
-    "data/RESULTS.md": (ROOT / "data/RESULTS.md").read_text(),
-    "data/points.svg": " ".join(re.findall(r">(\d\.\d{3} \[.*?\])<", (ROOT / "data/points.svg").read_text())),
-}
-NUMBER = r"[+-]?\b\d+\.\d{2,3}\b"
-
-
-@pytest.mark.parametrize("path, intervals", [("README.md", 4), ("data/RESULTS.md", 50), ("data/points.svg", 6)])
-def test_every_figure_of_the_results_is_that_of_the_stored_seeds(path, intervals):
-    text = " ".join(TOLD[path].split())
-    with_intervals = re.findall(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]", text)
-    assert len(with_intervals) >= intervals and set(with_intervals) - figures_with_intervals() == set()
-    bare = re.findall(NUMBER, re.sub(rf"{NUMBER} \[.*?\]", "", text))
-    assert set(bare) - bare_figures() - NO_RESULTS == set()
-
-
-def test_each_line_of_the_table_of_results_is_computed_from_the_seeds_of_its_study():
-    lines = sections(TOLD["data/RESULTS.md"])["All arms"]
-    for (name, shown_arm, epoch), line in lines.items():
-        arm, frame = shown_arm.strip("`"), stored_frame(name)
-        of_arm = frame[(frame.arm == arm) & (frame.epoch == int(epoch))]
-        means = {each: of_arm[of_arm.measure == each].value.tolist() for each in ("points", "true hints")}
-        gaps = points_minus_controls(name, arm, int(epoch))
-        expected = {column: cell(values) for column, values in means.items()}
-        expected |= {column: cell(values, "+") for column, values in gaps.items()}
-        expected["seeds"] = f"{of_arm.seed.min()} to {of_arm.seed.max()}"
-        expected["commits"] = ", ".join(commits_of(name, arm)) or "-"
-        assert line == line | expected
-    assert {name for name, _, _ in lines} == set(STUDIES)
-
-
-def test_true_hints_fall_where_training_selects_by_who_won_and_rise_in_the_four_arms_where_it_does_not():
-    frame = stored_frame("tiny")
-    for arm in set(frame[frame.measure == "true hints"].arm) - {"imitation"}:
-        gaps = table.paired(frame, "true hints", arm, "imitation")
-        if arm in ("cloning_all", "coin", "coin_by_length", "oracle"):
-            assert gaps.mean() > 0
-        else:
-            assert (gaps < 0).all()
+def values_of(measure: str, arm: str, epoch: int) -> list[float]:
+    frame = stored_frame()
+    return frame[(frame.measure == measure) & (frame.arm == arm) & (frame.epoch == epoch)].value.tolist()
 
 
 def cell(values: list[float], sign: str = "") -> str:
@@ -327,13 +230,7 @@ def cell(values: list[float], sign: str = "") -> str:
     if not values:
         return "-"
     mean, interval, _ = student(values)
-    return with_interval(mean, interval, f"{sign}.3f")
-
-
-def commits_of(name: str, arm: str) -> list[str]:
-    """The commits of the seeds of an arm, in the order of the seeds."""
-    runs = [read_json(path)["arms"].get(arm, {}) for path in sorted((ROOT / f"data/results/{name}").glob("*.json"))]
-    return list(dict.fromkeys(run["made"]["spag"][:7] for run in runs if "made" in run))
+    return with_interval(mean, interval, sign + table.form_of(mean))
 
 
 # Studies. A stand-in for the loop notes its words and leaves what a loop leaves.
@@ -353,9 +250,8 @@ def prepare(folder, seed, settings):
     Path(folder, "prepared").write_text(f"{seed} {settings['model']} {settings['training.lm_kl_coeff']}")
 
 def after(loop):
-    row = {"model": "imitation", "hints": "last", "games": 20, "candidates": 40}
-    row |= {"log_share": -3.0, "rank_1": 0.5, "belief": -20.0}
-    Path(loop, "belief.json").write_text(json.dumps({"table": [row]}))
+    measured = {"imitation": {"measures": {"own measure": -3.0}, "counts": {}}}
+    Path(loop, "measures.json").write_text(json.dumps(measured))
 """
 ARMS = """
 files = ["configs/tiny.toml"]
@@ -412,7 +308,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
     again = call(study.main, arms, *flags).output
     assert [re.search(r"seed2/(\w+) like", line)[1] for line in calls.read_text().splitlines()[4:]] == ["sft"]
     assert "seed 2: sft" in again and "released" not in again
-    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["log_share among 40"] == -3.0
+    assert read_json(out / "seed2.json")["arms"]["imitation"]["epochs"]["0"]["own measure"] == -3.0
     assert "## Primary comparisons" in (out / "table.md").read_text()
 
     # An arm that is put between those that have ended takes nothing from the numbers of those behind it.
@@ -499,9 +395,6 @@ def test_words_of_a_study_leave_out_those_that_are_held_out(tmp_path, programs):
     (rows,) = (command for command in programs if "assign_rewards" in command)
     assert "--tokenizer a/model" in rows and "--messages all" in rows
     assert f"--rows {data}/imitation.json --number 500 --seed 5 --output {data}/anchor.json" in programs[-1]
-    write_words(data / "words.txt", ["piano"])
-    preparations.hints(str(tmp_path), 5, {})
-    assert read_words(tmp_path / "all_words.txt") == ["piano", "violin", first]
 
 
 def test_the_sft_rows_of_the_english_study_are_drawn_from_its_rows_of_imitation(tmp_path, programs):
@@ -509,16 +402,6 @@ def test_the_sft_rows_of_the_english_study_are_drawn_from_its_rows_of_imitation(
     settings = study.settings_of(ours, next(iter(ours.arms)), [], 5, tmp_path).given
     preparations.english(str(tmp_path), 5, settings)
     assert "--rows outputs/english/data/imitation.json --number 300 --seed 5" in programs[-1]
-
-
-def test_guesses_among_all_words_are_those_of_the_newest_model_and_of_imitation(tmp_path, programs):
-    loop = tmp_path / "released"
-    for folder in ("imitation", "epoch2", "epoch10"):
-        (loop / folder / "model").mkdir(parents=True)
-    (loop / "epoch11/episodes").mkdir(parents=True)
-    preparations.belief_among_all(str(loop))
-    newest = f"--models epoch10={loop}/epoch10/model imitation={loop}/imitation/model --games"
-    assert newest in programs[-1] and programs[-1].endswith(f"--output_dir {loop}/belief_all")
 
 
 def start_study(folder: Path, script: str, *seeds: int) -> Fork:
