@@ -31,26 +31,6 @@ def tiny(folder: str, seed: int, settings: dict) -> None:
     run_python("-m", "tools.lab.world.build", "--output_dir", folder, "--seed", seed)
 
 
-def hints(folder: str, seed: int, settings: dict) -> None:
-    """Build the world, and list all its words."""
-    tiny(folder, seed, settings)
-    data = Path(folder, "data")
-    write_words(Path(folder, "all_words.txt"), read_words(data / "words.txt") + read_words(data / "held_out.txt"))
-
-
-def belief_among_all(loop: str) -> None:
-    """Measure the belief of a loop's newest model and of its imitation model, with all words as candidates."""
-    seed_folder = Path(loop).parent
-    imitation = Path(loop, "imitation", "model")
-    models = newest_model(loop)
-    if imitation.is_dir():
-        models.append(f"imitation={imitation}")
-    # Prompts of 136 tokens, as in play: max_length - max_new_tokens of configs/tiny.toml.
-    argv = ["--models", *models, "--games", seed_folder / "data/stray_belief_games.json", "--max_length", 136]
-    argv += ["--prompt_templates", ROOT / "configs/prompts/tiny.json", "--candidates", seed_folder / "all_words.txt"]
-    run_python("-m", "tools.evaluate_belief", *argv, "--output_dir", Path(loop, "belief_all"))
-
-
 def what_models_do(loop: str) -> None:
     """Write LOOP/measures.json: what each model of a loop does in its games, and the rows it was trained on.
 
@@ -91,14 +71,6 @@ def match_of_imitation(folder: Path) -> None:
     (program,) = (index for index, word in enumerate(command) if word.endswith("evaluate_games.py"))
     own = ["--players", f"{IMITATION}={folder / IMITATION / 'model'}", "--output_dir", folder / IMITATION / "eval"]
     run_python(*command[program:], *own)  # repeated flags override earlier ones
-
-
-def newest_model(loop: str) -> list[str]:
-    epoch_folders = [model.parent for model in Path(loop).glob("epoch*[0-9]/model")]
-    if not epoch_folders:
-        return []
-    newest = max(epoch_folders, key=lambda folder: int(folder.name.removeprefix("epoch")))
-    return [f"{newest.name}={newest / 'model'}"]
 
 
 # Models that play in English.

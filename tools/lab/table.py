@@ -84,7 +84,7 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
         match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
             numbers[player] |= match_numbers(read_matches(match), player)
-    for path in loop.rglob("belief.json"):  # also what a function of `after` has measured, in a folder of any name
+    for path in loop.glob("epoch*/belief/belief.json"):
         for row in read_json(path)["table"]:
             numbers[row["model"]] |= belief_numbers(row)
     benchmarks = loop / "reasoning" / "results.json"

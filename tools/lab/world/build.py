@@ -9,7 +9,7 @@ for GPT-4, and the facts for Alpaca, so that the whole method runs without a GPU
 import asyncio
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common.files import ROOT, write_records, write_words
@@ -28,12 +28,8 @@ from tools.selfplay.play import play_games
 GAME = Taboo()
 MAX_TURNS = 3  # must equal max_turns in configs/tiny.toml, because the rules in a prompt state it
 PROMPTS = ROOT / "configs" / "prompts" / "tiny.json"
-# Games on which belief is measured: about held-out words, with hints until the last turn. In one file all hints are
-# true, in the other some are another word's, which leaves models more to learn.
-TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))
-STRAY_HINTS = replace(TRUE_HINTS, stray=0.3)
-BELIEF_GAMES = {"belief_games": ("belief", TRUE_HINTS), "stray_belief_games": ("stray belief", STRAY_HINTS)}
-BELIEF_ROUNDS = 5  # games per held-out word in each file
+TRUE_HINTS = Skill(breach=0, stray=0, slip=0, guess=(0,), last_guess=(0,))  # until the last turn
+BELIEF_ROUNDS = 5  # games per held-out word on which belief is measured
 
 
 @dataclass(kw_only=True)
@@ -88,11 +84,10 @@ def write_data(folder: Path, flags: Flags) -> None:
     write_records(data / "imitation_facts.json", fact_rows(lexicon, rng, flags.imitation_facts))
     episodes = scripted_games(lexicon, lexicon.words * flags.imitation_rounds, rng, Skill())
     write_records(data / "imitation_games.json", episodes)
-    for name, (generator, skill) in BELIEF_GAMES.items():
-        # A separate generator, so that these games do not depend on the numbers of facts and imitation games.
-        belief_rng = random.Random(f"{generator} {flags.seed}")
-        games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, skill)
-        write_records(data / f"{name}.json", [game | {"split": "held_out"} for game in games])
+    # A separate generator, so that these games do not depend on the numbers of facts and imitation games.
+    belief_rng = random.Random(f"belief {flags.seed}")
+    games = scripted_games(lexicon, lexicon.held_out() * BELIEF_ROUNDS, belief_rng, TRUE_HINTS)
+    write_records(data / "belief_games.json", [game | {"split": "held_out"} for game in games])
     # Large enough that each target word is a single token.
     tokenizer = train_tokenizer(corpus(pretraining, episodes), vocab_size=3072)
     tokenizer.save_pretrained(folder / "random")
