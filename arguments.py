@@ -60,7 +60,8 @@ COMPARED = {
     "metric_for_best_model",
 }
 
-PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch and obeyed by the Trainer, as the next
+# Set by accelerate launch and obeyed by the Trainer:
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 ALL_STEPS = 1 - 1e-9  # for --warmup_steps, where 1 would mean one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # false by default in DeepSpeed

@@ -246,8 +246,8 @@ def rows(
     """Training rows: query, target, reward, role and weight of each message with a reward.
 
     `prompt` is "play" for the prompts that the messages were sampled from, which log-probabilities recorded in play
-    belong to, or "random" for the paper's prompts, drawn by `seed`. `flags` are RewardFlags, as of
-    assign_rewards. Only that program makes rows in a chat template. Weights are over all episodes of the call.
+    belong to, or "random" for the paper's prompts, drawn by `seed`. `flags` are RewardFlags. Only assign_rewards makes
+    rows in a chat template. Weights are over all episodes of the call.
     """
     options = {"training_prompt": prompt, "templates": templates} | flags
     return assign_rewards(episodes, game=load(game), rng=random.Random(seed), **options)

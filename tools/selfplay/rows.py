@@ -112,8 +112,8 @@ def game_rows(
 
     There is a row for each message up to the decisive one whose role gets a reward and is played by the model in
     training, as both are unless the episode names its `learner`. With `thinking`, targets begin with the replies'
-    thoughts. A message cut off at the token limit becomes a row, too, whose target also gets an end
-    token, so the model learns to end there.
+    thoughts. A message cut off at the token limit becomes a row, too, whose target also gets an end token, so the
+    model learns to end there.
     """
     weights = role_weights(game, results, flags)
     rows: list[Row] = []
