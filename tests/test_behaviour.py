@@ -90,7 +90,9 @@ def test_rows_are_counted_by_role_with_their_weights():
     assert [counts[f"rows of the {role}"] for role in TABOO.roles] == [2, 1]
     assert [counts[f"weights of the {role}"] for role in TABOO.roles] == [5, 1]
     assert row_measures(counts)["weight of a row of the attacker"] == 2.5
-    assert row_measures(count_rows(rows[:2])).keys() == {"rows of the attacker", "weight of a row of the attacker"}
+    of_attacker = {"rows of the attacker": 2, "weight of a row of the attacker": 2.5}
+    assert row_measures(count_rows(rows[:2])) == of_attacker | {"rows of the defender": 0}
+    assert row_measures({}) == {}
 
 
 @pytest.fixture

@@ -96,10 +96,11 @@ def count_rows(rows: Iterable[Mapping]) -> Counts:
 
 
 def row_measures(counts: Mapping[str, float]) -> dict[str, float]:
-    """The number of rows of each role, and their mean weight."""
-    numbers = {}
-    for role in GAME.roles:
-        if rows := counts.get(f"rows of the {role}"):
-            numbers[f"rows of the {role}"] = rows
+    """The number of rows of each role, and their mean weight; nothing for a training without game rows."""
+    numbers: dict[str, float] = {}
+    for role in GAME.roles if counts else ():
+        rows = counts.get(f"rows of the {role}", 0)
+        numbers[f"rows of the {role}"] = rows
+        if rows:
             numbers[f"weight of a row of the {role}"] = counts[f"weights of the {role}"] / rows
     return numbers
