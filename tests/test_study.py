@@ -89,6 +89,19 @@ def sections(text: str) -> dict[str, dict[tuple, dict[str, str]]]:
     return read
 
 
+def test_the_numbers_of_a_training_are_those_of_its_steps_on_games(tmp_path):
+    loop = make_loop(tmp_path / "seed1/released", 1)
+    steps = [
+        {"log_ratio": ratio, "clip_fraction": clipped} for ratio, clipped in ((0.0, 0.0), (-0.5, 0.5), (0.1, 0.1))
+    ]
+    write_json(loop / "epoch1/model/trainer_state.json", {"log_history": [*steps, {"train_loss": 1.0}]})
+    write_json(loop / "epoch2/model/trainer_state.json", {"log_history": [{"sft_loss": 1.0}]})
+    first, second = (table.loop_numbers(loop)[f"epoch{epoch}"] for epoch in (1, 2))
+    of_training = {name: value for name, value in first.items() if name.startswith("training: ")}
+    assert list(of_training.values()) == pytest.approx([0.2, -0.5, 0.1])
+    assert not [name for name in second if name.startswith("training: ")]
+
+
 def over_two(one: float, other: float, form: str = ".3f") -> str:
     mean, half = (one + other) / 2, T * abs(one - other) / 2
     return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
@@ -208,9 +221,9 @@ def test_every_mean_or_difference_with_an_interval_is_of_the_stored_seeds(path):
 
 @functools.cache
 def figures_with_intervals() -> frozenset[str]:
-    """The means of matches and rows, and the differences of any two arms after the same epoch."""
+    """The means of matches, rows and trainings, and the differences of any two arms after the same epoch."""
     frame = stored_frame()
-    frame = frame[frame.measure.str.startswith(("match: ", "rows: "))]
+    frame = frame[frame.measure.str.startswith(("match: ", "rows: ", "training: "))]
     figures = {cell(values.tolist()) for _, values in frame.groupby(["measure", "arm", "epoch"]).value}
     for _, of_measure in frame.groupby("measure"):
         for arm, other in itertools.permutations(of_measure.arm.unique(), 2):
@@ -321,7 +334,7 @@ def test_a_study_runs_arms_by_seed_and_the_same_command_continues(tmp_path, monk
 @pytest.mark.parametrize(
     "old, new, told",
     [
-        ("1e-4", '"fast"', "[arms.sft]: [training] learning_rate"),
+        ("1e-4", '"fast"', "[arms.sft]: [training]: argument --learning_rate"),
         ("[arms.sft]", "[arms.imitation]", "[arms.imitation]: the name of a model"),
         ("training.learning_rate", "training.learning_rat", "[arms.sft]: training.learning_rat: no flag of train.py"),
         ('control = "sft"', 'like = "sft"', "[arms.sft]: like is 'sft'"),

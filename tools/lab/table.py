@@ -84,6 +84,9 @@ def loop_numbers(loop: Path) -> dict[str, Numbers]:
         match = epoch_folder / "eval" / "matches.json"
         if match.is_file():
             numbers[player] |= match_numbers(read_matches(match), player)
+        state = epoch_folder / "model" / "trainer_state.json"
+        if state.is_file():
+            numbers[player] |= training_numbers(read_json(state)["log_history"])
     for path in loop.glob("epoch*/belief/belief.json"):
         for row in read_json(path)["table"]:
             numbers[row["model"]] |= belief_numbers(row)
@@ -122,6 +125,20 @@ def match_numbers(match: Mapping, player: str) -> Numbers:
         elif row["role"] == BOTH:
             numbers[f"points, {row['words']} words"] = row["points"]
     return numbers
+
+
+def training_numbers(history: Iterable[Mapping]) -> Numbers:
+    """How far a training on games moved from its reference: the clipped share of its rows, and log-ratios of steps."""
+    steps = [logged for logged in history if "log_ratio" in logged]
+    if not steps:
+        return {}
+    log_ratios = [step["log_ratio"] for step in steps]
+    clipped = sum(step["clip_fraction"] for step in steps) / len(steps)
+    return {
+        "training: clip_fraction": clipped,
+        "training: lowest log_ratio of a step": min(log_ratios),
+        "training: highest log_ratio of a step": max(log_ratios),
+    }
 
 
 def belief_numbers(row: Mapping) -> Numbers:
