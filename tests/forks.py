@@ -19,7 +19,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OM
 
 # The server computes nothing: a fork of a process whose OpenMP threads have run would hang.
 SERVER = multiprocessing.get_context("forkserver")
-LIBRARIES = ["datasets", "peft", "textblob", "torch.utils.tensorboard", "transformers.trainer"]
+LIBRARIES = ["datasets", "deepspeed", "peft", "textblob", "torch.utils.tensorboard", "transformers.trainer"]
 SERVER.set_forkserver_preload([*LIBRARIES, "transformers.models.llama.modeling_llama"])
 
 

@@ -142,13 +142,18 @@ def start(command: list, **changes) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)), **how)
 
 
-def run_ranks(words: list, *, status: int = 0, **how) -> str:
-    """Run a program as the two ranks of a launch, which must both end with this status; return what they printed."""
+def start_ranks(words: list, **how) -> list[Fork]:
+    """Start a program as the two ranks of a launch, without a launcher."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [Fork(words, env=ENVIRONMENT | launch | {"RANK": rank, "LOCAL_RANK": rank}, **how) for rank in "01"]
+    return [Fork(words, env=ENVIRONMENT | launch | {"RANK": rank, "LOCAL_RANK": rank}, **how) for rank in "01"]
+
+
+def run_ranks(words: list, *, status: int = 0, **how) -> str:
+    """Run a program as two ranks, which must both end with this status; return what they printed."""
+    ranks = start_ranks(words, **how)
     try:
         return "".join(finish(rank, status) for rank in ranks)
     finally:

@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from helpers import TORCHRUN, Fork, call, copy_model, finish, flags_of, play_flags, write_place
+from helpers import call, copy_model, flags_of, play_flags, run_ranks, write_place
 from scripted import ScriptedPlayer, messages
 
 from dataloaders import load_rows
@@ -328,7 +328,7 @@ def results(folder, stem=STEM):
 
 def test_two_processes_play_every_word_once(place, tiny_model, tmp_path):
     arguments = flags(place, tiny_model, tmp_path, bf16=True, tf32=True)
-    printed = finish(Fork([*TORCHRUN[1:], "--nproc_per_node=2", "tools/play_llm_game.py", *arguments]))
+    printed = run_ranks(["tools/play_llm_game.py", *arguments])
     assert [(game["index"], game["target_word"]) for game in results(tmp_path)] == list(enumerate(WORDS))
     for rank in (0, 1):
         stored = read_json_or_jsonl(tmp_path / f"{STEM}_rank{rank}.jsonl")

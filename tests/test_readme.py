@@ -123,7 +123,8 @@ def shell_loop(python: str, model: str, **changes) -> str:
     (code,) = [block for block in blocks(TOP, "bash") if "for epoch in" in block]
     assert "model=models/imitation" in code
     code = code.replace("models/imitation", model)
-    code = re.sub(r"^launch=\(.*\)$", f"launch=({python})", code, flags=re.MULTILINE).replace("in 1 2 3", "in 1 2")
+    code, number = re.subn(r"^launch=\([^)]*\)", f"launch=({python})", code, flags=re.MULTILINE)
+    assert number == 1
     code = re.sub(r" --(deepspeed \S+|bf16 True)", "", code).replace("python tools/", f"{python} tools/")
     for name, value in changes.items():
         code, number = re.subn(rf"--{name} \S+", f"--{name} {value}", code)
@@ -150,15 +151,16 @@ def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a
     kill_all(killed, tmp_path)
     assert not (tmp_path / "outputs/shell/epoch2").exists()
     games = (tmp_path / "outputs/shell/epoch1/games/spag_sampling_words_results.json").read_bytes()
-    finish(start(["bash", "-c", code], **how))
+    continued = start(["bash", "-c", code], **how)
+    first, second = tmp_path / "outputs/shell/epoch1", tmp_path / "outputs/shell/epoch2"
+    assert wait_for((second / "rows.json").exists, continued)
+    kill_all(continued, tmp_path)  # the second training is like the first
 
-    epochs = [tmp_path / "outputs/shell/epoch1", tmp_path / "outputs/shell/epoch2"]
-    assert (epochs[0] / "games/spag_sampling_words_results.json").read_bytes() == games
-    for epoch in epochs:
-        assert (epoch / "model/model.safetensors").is_file() and not list(epoch.glob("model/checkpoint-*"))
-        assert json.loads((epoch / "model/settings.json").read_text())["finished"]
-    second = json.loads((epochs[1] / "games/spag_sampling_words_settings.json").read_text())["settings"]
-    assert second["attacker_model_name_or_path"]["path"] == "outputs/shell/epoch1/model"
+    assert (first / "games/spag_sampling_words_results.json").read_bytes() == games
+    assert (first / "model/model.safetensors").is_file() and not list(first.glob("model/checkpoint-*"))
+    assert json.loads((first / "model/settings.json").read_text())["finished"]
+    settings = json.loads((second / "games/spag_sampling_words_settings.json").read_text())["settings"]
+    assert settings["attacker_model_name_or_path"]["path"] == "outputs/shell/epoch1/model"
 
 
 def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_terminal_open(tmp_path):

@@ -12,12 +12,12 @@ GAMES = "rerun the same command to play the others"
 # Program, its file, what tells that it is at work (in its output folder), what the line must say, and whether torchrun
 # starts it.
 PROGRAMS = [
-    ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, True),
+    ("play", "tools/play_llm_game.py", "*_rank0.jsonl", GAMES, False),
     ("matches", "tools/evaluate_games.py", "*_rank0.jsonl", GAMES, False),
     ("training", "train.py", "checkpoint-*/complete", "rerun the same command to continue", False),
     ("training", "train.py", "checkpoint-*/complete", "rerun the same command to continue", True),
 ]
-LONGER = {"play": {}, "matches": {"games_per_word": 50}, "training": {"num_train_epochs": 50}}
+LONGER = {"play": {}, "matches": {"games_per_word": 2}, "training": {"num_train_epochs": 50}}
 
 
 @pytest.mark.parametrize("name, file, at_work, kept, by_torchrun", PROGRAMS)

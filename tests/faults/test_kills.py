@@ -16,7 +16,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Fork, call, finish, flags_of, kill_all, users_of, wait_for, words_of
+from helpers import ROOT, TORCHRUN, Fork, call, finish, flags_of, kill_all, start_ranks, users_of, wait_for, words_of
 from programs import BATCH, program_flags, write_inputs
 from safetensors.torch import load_file
 
@@ -47,23 +47,23 @@ class Kill(NamedTuple):
     """A row of the matrix."""
 
     program: str
-    launcher: str = "alone"  # or torchrun, with two processes
-    how: str = "all"  # SIGKILL to all processes; "launcher": to torchrun alone; or a signal to the launch
+    launcher: str = "alone"  # or two processes: "ranks" without a launcher, or those of "torchrun"
+    how: str = "all"  # SIGKILL to all processes; "launcher": to torchrun alone; or a signal to it
     always: bool = False  # True: in every test run; False: only in a campaign
 
 
 MATRIX = [
     Kill("play", always=True),
-    Kill("play", "torchrun"),
+    Kill("play", "ranks"),
     Kill("play", "torchrun", "launcher", always=True),
     Kill("play", "torchrun", "SIGTERM", always=True),
     Kill("rewards", always=True),
     Kill("matches", always=True),
     Kill("training", always=True),
-    Kill("training", "torchrun", always=True),
+    Kill("training", "ranks", always=True),
     Kill("training", "torchrun", "launcher"),
     Kill("training", "torchrun", "SIGTERM"),
-    Kill("DeepSpeed", "torchrun", always=True),
+    Kill("DeepSpeed", "ranks", always=True),
 ]
 
 
@@ -83,16 +83,20 @@ def test_a_killed_program_ends_with_what_an_undisturbed_run_leaves(
     for _ in range(1 + campaign_round % 3):
         start_and_kill(kill, program, tmp_path, rng.uniform(0, 0.9) * size_of(folder / name), rng)
     if kill.program == "DeepSpeed":  # it can continue only with the same number of processes
-        finish(begin(kill, program, tmp_path))
+        for process in begin(kill, program, tmp_path):
+            finish(process)
     else:
         call(program.main, *program.words(tmp_path))
     same(tmp_path, folder / name, program.files, program.tolerance)
 
 
-def begin(kill: Kill, program: Program, output: Path) -> Fork:
-    """Start a program as a process of its own, or torchrun, which starts two new ones."""
+def begin(kill: Kill, program: Program, output: Path) -> list[Fork]:
+    """Start a program as one process, as two ranks, or by torchrun, which starts two new processes."""
+    words = ["-m", program.main.__module__, *program.words(output, 1 if kill.launcher == "alone" else 2)]
+    if kill.launcher == "ranks":
+        return start_ranks(words)
     launcher = [*TORCHRUN[1:], "--nproc_per_node=2"] if kill.launcher == "torchrun" else []
-    return Fork([*launcher, "-m", program.main.__module__, *program.words(output, 2 if launcher else 1)])
+    return [Fork([*launcher, *words])]
 
 
 def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng: random.Random) -> None:
@@ -100,16 +104,17 @@ def start_and_kill(kill: Kill, program: Program, output: Path, size: float, rng:
 
     No process of the program is left: ranks that outlive their launcher are waited for.
     """
-    process = begin(kill, program, output)
-    wait_for(lambda: size_of(output) >= size, process)
+    processes = begin(kill, program, output)
+    wait_for(lambda: size_of(output) >= size, processes[0])
     time.sleep(rng.uniform(0, 0.02))
     if kill.how == "all":
-        kill_all(process, output)
+        for process in processes:
+            kill_all(process, output)
         return
-    processes = users_of(output)
-    process.send_signal(signal.SIGKILL if kill.how == "launcher" else getattr(signal, kill.how))
-    process.communicate(timeout=LEAVING)
-    assert not psutil.wait_procs(processes, timeout=SURVIVING if kill.how == "launcher" else LEAVING)[1]
+    (launcher,), ranks = processes, users_of(output)
+    launcher.send_signal(signal.SIGKILL if kill.how == "launcher" else getattr(signal, kill.how))
+    launcher.communicate(timeout=LEAVING)
+    assert not psutil.wait_procs(ranks, timeout=SURVIVING if kill.how == "launcher" else LEAVING)[1]
 
 
 def size_of(output: Path) -> int:
