@@ -3,13 +3,11 @@
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from helpers import ROOT, call, finish, start
+from helpers import ROOT, call
 
 from tools import play_llm_game
 from tools import quickstart as program
@@ -82,13 +80,9 @@ def quickstart(tmp_path, monkeypatch):
         def run(self, name: str, command: list[str]) -> None:
             calls.append(command)
 
-    def run_loop(words: list[str]) -> int:
-        calls.append(words)
-        return 0
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(program, "Stages", Stages)
-    monkeypatch.setattr(program, "run_loop", run_loop)
+    monkeypatch.setattr(program.run_spag, "main", lambda: calls.append(sys.argv[1:]))
     return lambda *words: (call(program.main, *words).output, *calls)
 
 
@@ -135,19 +129,6 @@ def test_without_match_and_report_it_still_says_how_to_play(quickstart, tmp_path
     (tmp_path / "outputs/quickstart/imitation/model/merged").mkdir()  # of adapters
     printed, *_ = quickstart("until=imitation", "lora_rank=4")
     assert "outputs/quickstart/imitation/model/merged " in printed.splitlines()[-1]
-
-
-def test_a_signal_reaches_the_loop(tmp_path):
-    code = "import time, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\nprint(1, flush=True)\n"
-    (tmp_path / "loop.py").write_text(f"{code}time.sleep(60)")
-    script = "import sys; from tools import quickstart; popen = quickstart.subprocess.Popen\n"
-    script += "quickstart.subprocess.Popen = lambda _: popen([sys.executable, sys.argv[1]])\n"
-    script += "sys.exit(quickstart.run_loop([]))"
-    process = start([sys.executable, "-c", script, tmp_path / "loop.py"])
-    assert process.stdout.readline() == "1\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    finish(process, status=9)
 
 
 def test_run_again_it_installs_nothing_until_the_requirements_change(project, run):

@@ -18,7 +18,7 @@ from helpers import ENVIRONMENT, ROOT, Fork, call, copy_model, descendants, fini
 import arguments
 from tools import run_spag
 from tools.assign_rewards import Flags as RewardFlags
-from tools.common.files import write_json
+from tools.common.files import read_words, write_json
 from tools.common.flags import parse_flags
 from tools.controls import CONTROLS
 from tools.evaluate_belief import Flags as BeliefFlags
@@ -234,7 +234,7 @@ def test_a_training_without_a_reference_gets_none(commands):
 def finished_run(inputs: dict, epochs: int, folder: Path, **changes) -> Path:
     """What a loop leaves that another one needs to begin like it."""
     loop = read_loop(words_of(inputs | {"output": folder, "epochs": epochs} | changes))
-    write_record(loop, BECAME, ["art"])
+    write_record(loop, BECAME, read_words(loop.words))
     copy_model(inputs["model"], folder / "imitation/model")
     write_json(folder / "imitation/model/settings.json", {"finished": True})
     for epoch in range(1, epochs + 1):

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import build_tokenizer, load_chat_template
-from helpers import ROOT, Fork, call, copy_model, finish, words_of
+from helpers import ROOT, call, copy_model, finish, words_of
+from helpers import start as start_program
 
 from arguments import build_parser
 from tools import run_spag
@@ -197,11 +198,11 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("seed=-1", "seed is -1; it must be at least 0"),
         ("epochs=two", "epochs: invalid int value: 'two'"),
         ("max_words=0", "max_words is 0; it must be at least 1"),
-        ("processes=two", "processes: expected auto or a whole number"),
-        ("chat_template=yes", "[play] chat_template: expected True or False, got 'yes'"),
-        ("detach_kl=maybe", "[imitation] detach_kl: "),
+        ("processes=two", "processes: invalid int value: 'two'"),
+        ("chat_template=yes", "[play]: argument --chat_template: expected True or False, got 'yes'"),
+        ("detach_kl=maybe", "[imitation]: argument --detach_kl"),
         ("report=no", "report: expected True or False, got 'no'"),
-        ("gradient_checkpointing=x", "gradient_checkpointing: expected auto, True or False, got 'x'"),
+        ("gradient_checkpointing=x", "gradient_checkpointing: expected True or False, got 'x'"),
         ("precision=bf8", "precision: invalid choice: 'bf8'"),
         ("control=coin", "control: invalid choice: 'coin'"),
         ("control=silent", "control=silent needs like"),
@@ -215,17 +216,18 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("match.words=held=/dev/null", "/dev/null: no words"),
         ("game_options=match", "match is ''"),
         ("global_batch=31", "global_batch=31 must be a multiple of processes x machines x training.per_device_train"),
-        ("max_new_tokens=2048", "[play] --max_length must be above --max_new_tokens"),
+        ("max_new_tokens=2048", "[play]: --max_length must be above --max_new_tokens"),
         ("play.tensor_parallel_size=2", "must be a multiple of play.tensor_parallel_size, 2"),
-        *((word, f"[{word.replace('.', '] ').partition('=')[0]}: ") for word in ("training.lm_kl_coeff=o.2",)),
-        ("training.learning_rate=1e", "[training] learning_rate: invalid float value: '1e'"),
-        ("training.num_train_epochs=0", "[training] there would be no steps"),
-        ("training.label_smoothing_factor=0.1", "[training] --label_smoothing_factor is not used"),
+        ("training.per_device_train_batch_size=0", " x training.per_device_train_batch_size, 0"),
+        ("training.lm_kl_coeff=o.2", "[training]: argument --lm_kl_coeff"),
+        ("training.learning_rate=1e", "[training]: argument --learning_rate"),
+        ("training.num_train_epochs=0", "[training]: there would be no steps"),
+        ("training.label_smoothing_factor=0.1", "[training]: --label_smoothing_factor is not used"),
         ("training.seed=1", "training.seed: the loop sets this flag"),
-        ("play.temperature=0", "[play] temperature is 0.0; it must be above 0"),
-        ("play.engine=vlm", "[play] engine: invalid choice: 'vlm'"),
-        ("match.games_per_word=0 & match.words=words.txt", "[match] games_per_word is 0; it must be at least 1"),
-        ("match.seeds=0 1", "[match] seeds: invalid int value: '0 1'"),
+        ("play.temperature=0", "[play]: temperature is 0.0; it must be above 0"),
+        ("play.engine=vlm", "[play]: argument --engine: invalid choice: 'vlm'"),
+        ("match.games_per_word=0 & match.words=words.txt", "[match]: games_per_word is 0; it must be at least 1"),
+        ("match.seeds=0 1", "[match]: argument --seeds: invalid int value: '0 1'"),
         ("match.words=all=/dev/null", "/dev/null: no words"),
         ("reasoning.tasks=ARC-c,PIQA", "'ARC-c,PIQA' is a list or a pattern"),
         ("rewards.decay_weight=1.5", "decay_weight is 1.5"),
@@ -240,14 +242,14 @@ def test_a_stage_takes_every_flag_of_its_program_that_the_loop_does_not_set():
         ("./a=b.toml", "./a=b.toml"),
         ("output=$ROOTS/x", "output: $ROOTS is not expanded"),
         ("machines=2", "machines=2 needs rendezvous=HOST:PORT"),
-        ("match.tensor_parallel_size=0", "[match] tensor_parallel_size is 0; it must be at least 1"),
+        ("match.tensor_parallel_size=0", "[match]: tensor_parallel_size is 0; it must be at least 1"),
         *(
             (f"{table}.{name}=x", f"{table}.{name}: all stages share {name}; set it above the tables")
             for table, name in [("play", "game"), ("rewards", "thinking"), ("match", "chat_template")]
             + [("match", "max_turns"), ("belief", "prompt_templates"), ("play", "game_options")]
         ),
         ("max_turns=0", "max_turns is 0; it must be at least 1"),
-        ("training.max_length=0", "[training] max_length is 0; it must be at least 1"),
+        ("training.max_length=0", "[training]: max_length is 0; it must be at least 1"),
         ("training.eval_data_path=nothing.json", "nothing.json: no such file"),
         ("imitation_model=/nothing", "/nothing: no such file"),
         ("prompt_templates=/nothing.json", "/nothing.json: no such file"),
@@ -274,7 +276,7 @@ def test_what_would_fail_hours_later_or_be_wrong_is_refused(start, tmp_path, mon
         ('output = "$HOME/x"', "output: $HOME is not expanded; write the path, ~ or $ROOT"),
         ("play = 3", "play is a table; write [play] with its keys below"),
         ("[training]\nlr_scheduler_kwargs = {num_cycles = 1}", "lr_scheduler_kwargs: write it as a JSON string"),
-        ("[imitation]\nlora_rank = [1, 2]", "[imitation] unrecognized arguments: 2"),
+        ("[imitation]\nlora_rank = [1, 2]", "[imitation]: unrecognized arguments: 2"),
     ],
 )
 def test_a_file_that_cannot_be_read_names_its_setting(start, tmp_path, text, error):
@@ -332,7 +334,7 @@ def test_what_train_py_refuses_is_refused_before_play(start, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path / BAD_ROWS, [{"query": "no target"}])
     errors = start(*f"training.{mistake}".split(" & "), status=2)
-    assert "error: [training] " in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert "error: [training]: " in errors and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def with_a_wrong_rate(loop):
@@ -470,7 +472,7 @@ assert "deepspeed" not in sys.modules and dict(os.environ) == before
 """
     words = words_of(needed | {"model": tiny_model, "processes": "auto", "precision": "auto", "deepspeed": "auto"})
     (tmp_path / "guarded.py").write_text(code, encoding="utf-8")
-    assert "epoch3_train: " in finish(Fork([tmp_path / "guarded.py", *words, "check=true"]))
+    assert "epoch3_train: " in finish(start_program([sys.executable, tmp_path / "guarded.py", *words, "check=true"]))
 
 
 # A run like another.
@@ -486,7 +488,7 @@ def run(needed, tmp_path) -> Path:
     words = {"output": run, "imitation.train_data_path": tmp_path / "rows.json", "until": "epoch1_play"}
     words |= {"control": "cloning", "temperature": 0.5, "training.lm_kl_coeff": 0.3, "play.engine": "generate"}
     words |= {"training.per_device_train_batch_size": 4, "lora_rank": 4, "precision": "auto"}
-    write_record(read_loop(words_of(needed | words)), BECAME, ["art"])
+    write_record(read_loop(words_of(needed | words)), BECAME, ["art", "music", "bridge"])
     write_json(run / "imitation/model/settings.json", {"finished": True})
     copy_model(needed["model"], run / "imitation/model/merged")
     write_json(run / "epoch1/episodes/imitation_sampling_words_results.json", [])
@@ -524,7 +526,7 @@ def test_what_decides_neither_about_imitation_nor_about_games_keeps_both(run, ch
 )
 def test_a_change_of_the_games_is_refused_until_something_takes_their_place(run, change):
     name = change.partition("=")[0]
-    with pytest.raises(UserError, match=rf"a changed {name}; add first_episodes= \("):
+    with pytest.raises(UserError, match=rf"a changed {name}(, words)?; add first_episodes= \("):
         kept(run, change)
     assert kept(run, change, "first_episodes=") == ["imitation"] and kept(run, change, "first_episodes=x.json") == BOTH
 
@@ -542,6 +544,25 @@ def test_a_change_of_imitation_is_refused_until_both_parts_are_given(run, change
             kept(run, change, *given)
     assert kept(run, change, "imitation_model=", "first_episodes=") == []
     assert kept(run, change, "imitation_model=a", "first_episodes=") == ["imitation"]
+
+
+def test_a_word_list_edited_since_is_a_change_of_the_games(run, needed):
+    Path(needed["words"]).write_text("art\nmusic\nriver\n")
+    with pytest.raises(UserError, match="a changed words; add first_episodes= "):
+        kept(run)
+    assert kept(run, "first_episodes=") == ["imitation"]
+
+
+def test_prompts_or_a_game_edited_since_are_a_change_of_imitation(needed, tmp_path):
+    shutil.copy(ROOT / "configs/prompts/english.json", prompts := tmp_path / "prompts.json")
+    shutil.copy(ROOT / "tests/graded_game.py", game := tmp_path / "mine.py")
+    run = tmp_path / "spag"
+    for file, choice in ((prompts, {"prompt_templates": prompts}), (game, {"game": f"{game}:Picky"})):
+        write_record(read_loop(words_of(needed | choice | {"output": run})), BECAME, ["art", "music", "bridge"])
+        assert kept(run) == []
+        file.write_text(file.read_text() + "\n")
+        with pytest.raises(UserError, match="a changed (prompt_templates|game_file); add imitation_model= "):
+            kept(run)
 
 
 def test_another_imitation_model_needs_a_word_about_the_games(run):
@@ -568,7 +589,7 @@ def test_a_run_that_has_begun_continues_although_the_one_that_it_is_like_went_on
 def test_a_run_that_was_moved_with_its_data_inside_can_be_like(run, tmp_path, needed):
     (tmp_path / "rows.json").rename(run / "rows.json")
     words = needed | {"output": run, "imitation.train_data_path": run / "rows.json"}
-    write_record(read_loop(words_of(words)), BECAME, ["art"])
+    write_record(read_loop(words_of(words)), BECAME, ["art", "music", "bridge"])
     run.rename(tmp_path / "moved")
     loop = read_loop([f"like={tmp_path}/moved", "output=mine"])
     assert loop.of("imitation").train_data_path == [f"{tmp_path}/moved/rows.json"]
@@ -714,7 +735,6 @@ def test_under_step_the_micro_batch_may_change_and_a_new_flag_is_no_other_settin
     start(loss_normalization="step", per_device_train_batch_size=1)
     record = read_json(tmp_path / "out/settings.json")
     del record["settings"]["training.clip_range"]  # as if the flag were newer than this run
-    record["settings"]["training.gone"] = "1"  # and another one older
     write_json(tmp_path / "out/settings.json", record)
     start(loss_normalization="step")
 
@@ -726,6 +746,15 @@ def test_the_record_holds_what_was_given_and_what_it_became(start, tmp_path):
     assert became["precision"] in ("bf16", "fp32") and became["processes"] == 1
     write_json(tmp_path / "out/imitation/model/train_results.json", {})
     start(precision=became["precision"], processes=1)
+
+
+def test_a_prompt_file_may_be_renamed(start, tmp_path):
+    """Programs compare its content."""
+    for name in ("a.json", "b.json"):
+        shutil.copy(ROOT / "configs/prompts/english.json", tmp_path / name)
+    start(prompt_templates=tmp_path / "a.json")
+    write_json(tmp_path / "out/imitation/model/train_results.json", {})
+    start(prompt_templates=tmp_path / "b.json")
 
 
 def test_a_seed_of_0_is_a_seed(start, tmp_path):

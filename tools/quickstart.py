@@ -9,18 +9,17 @@ with different seeds share the words and the base model.
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tools import run_spag
 from tools.common.errors import UserError
 from tools.common.files import ROOT
 from tools.common.programs import run_program
 from tools.common.ranks import processes_of_cores
 from tools.loop.settings import Loop, Settings, command_line, read_argument, read_loop
-from tools.loop.stages import STOPPING, Stages, say
+from tools.loop.stages import Stages, say
 
 # The world and the loop of QUICK=1. Its model hardly ever wins, so it learns from all messages, not only winners'.
 QUICK_WORLD = "--pretraining_facts 640 --imitation_rounds 1 --imitation_facts 100 --facts 50".split()
@@ -47,12 +46,11 @@ def main() -> None:
     output = str(given["output"])
     world = [sys.executable, "-m", "tools.lab.world.build", "--output_dir", output, *(QUICK_WORLD if quick else [])]
     Stages(output).run("world", world)
-    words = [*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]]
-    if status := run_loop(words):
-        sys.exit(status)
+    sys.argv[1:] = [*settings(output), *(QUICK_LOOP if quick else []), *sys.argv[1:]]
+    run_spag.main()
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
     say(f"the quick start took {minutes} min {seconds} s; points against the imitation model, by epoch:")
-    for line in last_lines(read_loop(words)):
+    for line in last_lines(read_loop(sys.argv[1:])):
         print(line)
     if quick:
         print(QUICK_NOTE)
@@ -72,15 +70,6 @@ def settings(output: str) -> list[str]:
         f"rewards.sft_data_path={data}/facts.json",
         f"match.words={json.dumps(lists, ensure_ascii=False)}",
     ]
-
-
-def run_loop(arguments: list[str]) -> int:
-    """Run the loop in the foreground, forward signals to it, and return its exit status."""
-    loop = subprocess.Popen([sys.executable, "-m", "tools.run_spag", *arguments])
-    for number in STOPPING:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: loop.send_signal(number))
-    return loop.wait()
 
 
 def last_lines(loop: Loop) -> list[str]:

@@ -75,10 +75,10 @@ def steps(loop: Loop) -> Iterator[Step]:
     """
     model = loop.first_player  # the newest model
     player = "imitation"  # its name in file names
-    if imitates(loop):
+    if loop.imitates:
         folder = f"{loop.output}/imitation/model"
         yield training_step(loop, "imitation", "imitation", None, folder, model, seed=loop.seed)
-        model = trained_model(loop, "imitation", folder)
+        model = loop.trained_model("imitation", folder)
     else:
         yield Step(what="imitation")
     # The opponent in all matches, called "imitation" even if it is `imitation_model` or the base model.
@@ -96,7 +96,7 @@ def steps(loop: Loop) -> Iterator[Step]:
             yield play_step(loop, epoch, model, player) if loop.plays_games else Step(what="play", epoch=epoch)
         yield from rows_steps(loop, epoch, episodes)
         yield self_play_step(loop, epoch, model)
-        model = trained_model(loop, "training", f"{folder}/model")
+        model = loop.trained_model("training", f"{folder}/model")
         player = f"epoch{epoch}"
         models[player] = model
         if "words" in loop.tables["match"] and epoch % loop.match_every == 0:
@@ -114,11 +114,6 @@ def steps(loop: Loop) -> Iterator[Step]:
         }
         yield stage_step(loop, "reasoning", "reasoning", None, flags)
         yield from report_steps(loop)
-
-
-def imitates(loop: Loop) -> bool:
-    """Whether the loop trains an imitation model. If not, `imitation_model` or the base model plays epoch 1."""
-    return "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
 
 
 def planned_steps(loop: Loop, steps: Steps = steps) -> Iterator[Step]:
@@ -147,7 +142,7 @@ def training_step(loop: Loop, stage: str, what: str, epoch: int | None, folder: 
     table = loop.of(stage)
     rows_at_once = loop.processes * loop.machines * table.per_device_train_batch_size
     # Rounding the accumulation steps would make the effective batch, and so the results, depend on the GPU count.
-    if loop.global_batch % rows_at_once:
+    if not rows_at_once or loop.global_batch % rows_at_once:
         factors = f"processes x machines x {stage}.per_device_train_batch_size, {rows_at_once}"
         raise UserError(f"global_batch={loop.global_batch} must be a multiple of {factors}")
     flags |= {
@@ -164,11 +159,6 @@ def training_step(loop: Loop, stage: str, what: str, epoch: int | None, folder: 
     # Micro-batch of the reference, which needs less memory because it has no backward pass.
     defaults = {"per_device_eval_batch_size": max(8, table.per_device_train_batch_size)}
     return stage_step(loop, stage, what, epoch, flags, defaults, processes=loop.processes, trained=folder)
-
-
-def trained_model(loop: Loop, stage: str, folder: str) -> str:
-    """Where training leaves the full model: with LoRA, the subfolder with merged adapters."""
-    return f"{folder}/merged" if "lora_rank" in loop.tables[stage] else folder
 
 
 def self_play_step(loop: Loop, epoch: int, model: str) -> Step:

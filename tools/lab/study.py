@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tools.common.errors import UserError
+from tools.common.errors import UserError, user_errors
 from tools.common.files import ROOT, read_json, read_text, write_text
 from tools.common.flags import FlagGroup, build_parser, flag
 from tools.common.programs import INTERRUPTED, run_program
 from tools.games.game import load_member
 from tools.lab import table
-from tools.loop.settings import TABLES, Loop, prefix_errors, read_loop
+from tools.loop.settings import TABLES, Loop, read_loop
 from tools.loop.stages import TERMINATED, environment, say
 
 # For each program, because seeds run side by side. Where the user has set these variables, they stay: a single seed on
@@ -80,7 +80,7 @@ def read_study(path: str, settings: Sequence[str]) -> Study:
     if taken := {table.BASE, table.IMITATION}.intersection(study.arms):
         raise UserError(f"{path}: [arms.{min(taken)}]: the name of a model that all arms share; choose another name")
     for arm in study.arms:
-        with prefix_errors(f"{path}: [arms.{arm}]: "):
+        with user_errors(f"{path}: [arms.{arm}]", UserError):
             settings_of(study, arm, settings)
     for function in filter(None, (study.prepare, study.after)):
         load_member(function)

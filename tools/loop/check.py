@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tools.common.errors import UserError, require
+from tools.common.errors import UserError, require, user_errors
 from tools.common.files import ROOT, data_folder, read_json, read_records, read_words
 from tools.common.flags import parse_flags
 from tools.common.models import load_tokenizer, model_folder, special_texts
@@ -25,7 +25,7 @@ from tools.controls import CONTROLS, Draw
 from tools.games import prompts
 from tools.games.flags import GameChoice
 from tools.games.game import Game
-from tools.loop.settings import AUTO, NONE, OWN, TABLES, TRAININGS, Loop, nearest, parser_of, prefix_errors
+from tools.loop.settings import NONE, OWN, TABLES, TRAININGS, Loop, is_finished, nearest, parser_of, words_of_epoch
 
 ROWS = ("train_data_path", "eval_data_path", "sft_data_path")  # may name data sets of the hub
 RELEASED = "data/released_prompts.json"
@@ -49,7 +49,7 @@ def check_inputs(loop: Loop) -> list[str]:
     check_layout(loop, game)
     for _, path in loop.of("match").words or ():
         read_words(path, game.check_task)
-    return read_words(loop.words, game.check_task)[: loop.max_words] * loop.games_per_word
+    return words_of_epoch(loop, game.check_task)
 
 
 def check_limits(loop: Loop) -> None:
@@ -63,7 +63,7 @@ def check_limits(loop: Loop) -> None:
 
 def missing_files(loop: Loop) -> Iterator[str]:
     """A phrase for each missing input file of any stage, even one that would start hours later."""
-    paths = [loop.words, loop.first_episodes, None if loop.deepspeed in (AUTO, NONE) else loop.deepspeed]
+    paths = [loop.words, loop.first_episodes, None if loop.deepspeed == NONE else loop.deepspeed]
     # Any other name may be on the hub, even if it looks like a path.
     paths += [name for name in (loop.model, loop.imitation_model) if name and name.startswith(("/", "."))]
     rows = []
@@ -156,11 +156,6 @@ def check_layout(loop: Loop, game: Game) -> None:
         check_rules(foreign, templates, prompt_file)
 
 
-def is_finished(model: Path) -> bool:
-    record = model / "settings.json"
-    return record.is_file() and read_json(record)["finished"]
-
-
 def check_rules(paths: Iterable[str], templates: prompts.Templates, prompt_file: str | Path) -> None:
     """UserError for rows of games that contain none of play's rule texts; a warning for rows without games."""
     rows = bare([read_records(path) for path in paths])
@@ -232,11 +227,11 @@ def answer(loop: Loop) -> dict:
         "gradient_checkpointing": gpus > 0,
         "deepspeed": NONE,
     }
-    chosen |= {name: getattr(loop, name) for name in chosen if getattr(loop, name) != AUTO}
+    chosen |= {name: getattr(loop, name) for name in chosen if getattr(loop, name) is not None}
     if gpus:
         check_gpus(gpus, processes=chosen["processes"])
         memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-        if loop.deepspeed == AUTO:
+        if loop.deepspeed is None:
             chosen["deepspeed"] = choose_deepspeed(loop, chosen["processes"] * loop.machines, memory)
         if "words" in loop.tables["match"]:
             check_match(loop, chosen["precision"], memory)
@@ -254,8 +249,7 @@ def choose_deepspeed(loop: Loop, gpus: int, memory: int) -> str:
     # 18 = 4 weights + 4 gradients + 8 Adam + 2 copies. DDP's buckets add 4 bytes of gradients: 22. ZeRO-2 shards 16
     # (fp32 gradients, weights and Adam) and keeps 4 (half-precision weights and gradients). ZeRO-3 shards all 20.
     ways = {NONE: 18 if gpus == 1 else 22, "configs/zero2.json": 4 + 16 / gpus, "configs/zero3.json": 20 / gpus}
-    imitates = "train_data_path" in loop.tables["imitation"] and not loop.imitation_model
-    if all("lora_rank" in loop.tables[stage] for stage in (TRAININGS if imitates else ["training"])):
+    if all("lora_rank" in loop.tables[stage] for stage in (TRAININGS if loop.imitates else ["training"])):
         ways = {NONE: 2.2, "configs/zero3.json": 2.2 / gpus}
     parameters = count_parameters(loop.model)
     for way, bytes_of_one in ways.items():
@@ -289,7 +283,7 @@ def check_training(loop: Loop, stage: str, argv: list[str], *, layers: bool) -> 
     """
     import arguments
 
-    with prefix_errors(f"[{stage}] "):
+    with user_errors(f"[{stage}]", UserError):
         given = arguments.build_parser().parse_args(argv)
         arguments.check_flags(given)
         args = arguments.SPAGArguments(**vars(given) | {"deepspeed": None})
@@ -310,12 +304,12 @@ def check_commands(loop: Loop, plan: Iterable) -> None:
     for step in plan:
         names.append(step.name)
         if step.program == "tools/controls.py":
-            with prefix_errors(f"control={step.argv[0]}: "):
+            with user_errors(f"control={step.argv[0]}", UserError):
                 parse_flags(controls[step.argv[0]], step.argv[1:], description="")
         elif step.stage is None:
             continue
         elif flags := TABLES[step.stage].flags:
-            with prefix_errors(f"[{step.stage}] "):
+            with user_errors(f"[{step.stage}]", UserError):
                 flags(**vars(parser_of(step.stage).parse_args(step.argv)))
         else:
             check_training(loop, step.stage, step.argv, layers=step.stage not in seen)

@@ -11,31 +11,22 @@ import json
 import os
 import re
 import tomllib
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
-from tools.common.errors import UserError
+from tools.common import records
+from tools.common.errors import UserError, user_errors
 from tools.common.files import ROOT, read_json, read_text, read_words, write_json, write_words
-from tools.common.flags import (
-    BOOLEANS,
-    FlagGroup,
-    build_parser,
-    check_values,
-    flag,
-    flag_fields,
-    is_compared,
-    parse_bool,
-    parse_flags,
-)
-from tools.common.records import made_by
+from tools.common.flags import FlagGroup, build_parser, check_values, flag, flag_fields, is_compared, parse_flags
 from tools.controls import CONTROLS, Control
+from tools.games.flags import GameFlags
 
-AUTO = "auto"
+AUTO = "auto"  # as if unset: the machine decides
 NONE = "none"
 DEFAULTS = ROOT / "configs" / "default.toml"
 FORMAT = 3  # of OUTPUT/settings.json
@@ -43,22 +34,6 @@ LORA_RATE = "1e-4"  # smaller updates are lost when adapters are merged into bf1
 PRECISION = ("bf16", "fp16", "dtype")  # flags set by `precision`
 Value = str | list[str]
 Settings = dict[str, Value | None]  # by name; None: unset
-
-
-def whole_number_or_auto(text: str) -> int | str:
-    """The `type` of `processes`."""
-    if text == AUTO:
-        return text
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise ArgumentTypeError(f"expected auto or a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def boolean_or_auto(text: str) -> bool | str:
-    """The `type` of `gradient_checkpointing`."""
-    if text != AUTO and text.lower() not in BOOLEANS:
-        raise ArgumentTypeError(f"expected auto, True or False, got {text!r}")
-    return text if text == AUTO else parse_bool(text)
 
 
 @dataclass(kw_only=True)
@@ -100,21 +75,20 @@ class OwnSettings(FlagGroup):
         "machines; run the same command on each, with a shared `output`", default=1, at_least=1, machine=True
     )
     machine: int = flag("index of this machine, from 0", default=0, at_least=0, machine=True)
-    processes: int | str = flag(
-        "processes on this machine; auto: one per GPU, else 1",
-        default=AUTO,
-        type=whole_number_or_auto,
-        machine=True,
+    processes: int | None = flag(
+        "processes on this machine; unset or auto: one per GPU, else 1", default=None, at_least=1, machine=True
     )
-    precision: str = flag(
-        "precision of training and play; auto: bf16 if supported, else fp16 on GPUs and fp32 on CPUs",
-        default=AUTO,
-        choices=(AUTO, "bf16", "fp16", "fp32"),
+    precision: str | None = flag(
+        "precision of training and play; unset or auto: bf16 if supported, else fp16 on GPUs and fp32 on CPUs",
+        default=None,
+        choices=("bf16", "fp16", "fp32"),
     )
-    gradient_checkpointing: bool | str = flag(
-        "True, False, or auto: True with a GPU", default=AUTO, type=boolean_or_auto, machine=True
+    gradient_checkpointing: bool | None = flag(
+        "True, False, or unset or auto: True with a GPU", default=None, machine=True
     )
-    deepspeed: str = flag("a DeepSpeed configuration, none, or auto: chosen by GPU memory", default=AUTO, machine=True)
+    deepspeed: str | None = flag(
+        "a DeepSpeed configuration or none; unset or auto: chosen by GPU memory", default=None, machine=True
+    )
     # Port 0 lets torch pick a free one, so that several loops can run on one machine.
     rendezvous: str = flag("with several machines: host:port of machine 0", default="localhost:0", machine=True)
     rendezvous_id: str = flag(
@@ -168,7 +142,7 @@ TABLES = {
         "tools/assign_rewards.py",
         assign_rewards.Flags,
         ("input_data_path", "output_data_path", "tokenizer", "seed"),
-        ("sft_data_path",),
+        ("sft_data_path", "prompt_templates"),
         ("epoch*/rows/rows.json",),
     ),
     "training": _training("epoch*", "train_data_path"),
@@ -189,7 +163,7 @@ SHARED = {
     if each.metadata["shared"]
 }
 # Settings and tables that determine the imitation model, and those that also determine the first games.
-OF_IMITATION = SHARED | {"model", "precision", "imitation"}
+OF_IMITATION = SHARED | {"model", "precision", "imitation", "game_file"}
 OF_GAMES = {"words", "max_words", "games_per_word", "seed", "play"}
 
 
@@ -202,7 +176,7 @@ class Loop(OwnSettings):
 
     def of(self, stage: str) -> Namespace:
         """A stage's flags as its program parses them, including defaults. A UserError names the table."""
-        with prefix_errors(f"[{stage}] "):
+        with user_errors(f"[{stage}]", UserError):
             read = parser_of(stage).parse_args(command_line(self.tables[stage], joined=True))
             if flags := TABLES[stage].flags:
                 check_values(read, flags)
@@ -216,6 +190,15 @@ class Loop(OwnSettings):
     def first_player(self) -> str:
         """The model that plays epoch 1 or, if imitation trains it, its base. Later models keep its tokenizer."""
         return self.imitation_model or self.model
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the loop trains an imitation model. If not, `imitation_model` or the base model plays epoch 1."""
+        return "train_data_path" in self.tables["imitation"] and not self.imitation_model
+
+    def trained_model(self, stage: str, folder: str | Path) -> str:
+        """Where training leaves the full model: with LoRA, the subfolder with merged adapters."""
+        return str(Path(folder, "merged") if "lora_rank" in self.tables[stage] else folder)
 
     @property
     def control_class(self) -> type[Control] | None:
@@ -262,16 +245,6 @@ def command_line(flags: Mapping[str, Any], *, joined: bool = False) -> list[str]
     return argv
 
 
-@contextmanager
-def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix UserErrors of this block with `where`, because a parser knows only its flag."""
-    try:
-        yield
-    except UserError as error:
-        message = re.sub(r"^argument --(\w+)(/--[\w-]+)*", r"\1", str(error))
-        raise UserError(where + message.removesuffix(" (--help lists the flags)")) from error
-
-
 def has_reference(train_method: str) -> bool:
     """Whether a training method uses a reference model."""
     import arguments
@@ -314,7 +287,7 @@ def read_file(path: str | Path) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML: {error}") from None
     settings: Settings = {}
-    with prefix_errors(f"{path}: "):
+    with user_errors(path, UserError):
         for name in sorted(tree, key=lambda name: name in TABLES):
             if name not in TABLES:
                 settings |= settings_of_key(name, tree[name])
@@ -395,9 +368,8 @@ def make_loop(settings: Settings) -> Loop:
     for name in ("model", "words", "output"):
         if name not in given:
             raise UserError(f"{name}=... is missing (--help lists the settings)")
-    argv = command_line({name: value for name, value in given.items() if name in OWN}, joined=True)
-    with prefix_errors(""):
-        own = parse_flags(OwnSettings, argv, description="")
+    argv = command_line({name: value for name, value in given.items() if name in OWN and value != AUTO}, joined=True)
+    own = parse_flags(OwnSettings, argv, description="")
     tables: dict[str, dict[str, Value]] = {stage: {} for stage in TABLES}
     for name, value in given.items():
         stage, _, key = name.rpartition(".")
@@ -459,9 +431,11 @@ def begin_like(folder: str, changes: Settings) -> Loop:
     if "imitation_model" not in changes:
         base["imitation_model"] = imitation_of(folder, then)
     loop = make_loop(base | {"output": None} | changes | learning_rates(base, changes))
-    if loop.precision == AUTO:
+    if loop.precision is None:
         loop = dataclasses.replace(loop, precision=then.precision)
     changed = set(differences(then, loop, paths=True))
+    if not changed & SHARED:  # otherwise all are replaced anyway
+        changed |= edited_files(folder, loop)
     of_imitation = {name for name in changed if name.partition(".")[0] in OF_IMITATION}
     of_games = {name for name in changed if name.partition(".")[0] in OF_GAMES} | of_imitation
     of_games |= {"imitation_model"} & changes.keys()  # a model must train on its own games
@@ -472,6 +446,29 @@ def begin_like(folder: str, changes: Settings) -> Loop:
         remedy = f"add {' '.join(missing)} (empty: make it again; a path: use that one)"
         raise UserError(f"like={folder}: its imitation model or games do not fit a changed {why}; {remedy}")
     return loop
+
+
+def edited_files(folder: str, loop: Loop) -> set[str]:
+    """Which of `words`, `prompt_templates` and `game_file` have another content than in the run in `folder`."""
+    if has_begun(loop.output) or not os.path.isfile(loop.words):
+        return set()
+    old, new = read_record(folder).get("content", {}), content_of(loop)
+    edited = {phrase.partition(":")[0] for phrase in records.differences(old, new if old else {})}
+    if read_words(Path(folder, "words.txt")) != words_of_epoch(loop):
+        edited.add("words")
+    return edited
+
+
+def content_of(loop: Loop) -> dict[str, Any]:
+    """The game and its prompts as settings that are compared by content."""
+    play = loop.of("play")
+    flags = GameFlags(game=play.game, game_options=play.game_options, prompt_templates=play.prompt_templates)
+    return flags.settings(flags.load_game())
+
+
+def words_of_epoch(loop: Loop, check: Callable[[str], None] = lambda word: None) -> list[str]:
+    """An epoch's words in the order of their games. UserError for a word that `check` refuses."""
+    return read_words(loop.words, check)[: loop.max_words] * loop.games_per_word
 
 
 def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]:
@@ -493,12 +490,17 @@ def settings_of_like(folder: str, output: Value | None) -> tuple[Settings, dict]
 
 def imitation_of(folder: str, then: Loop) -> str | None:
     """A run's imitation model; None if its base model plays."""
-    if then.imitation_model or "train_data_path" not in then.tables["imitation"]:
+    if not then.imitates:
         return then.imitation_model
     trained = Path(folder, "imitation", "model")
-    if not (trained / "settings.json").is_file() or not read_json(trained / "settings.json")["finished"]:
+    if not is_finished(trained):
         raise UserError(f"like={folder}: its imitation is unfinished; rerun that run's command to continue it")
-    return str(trained / "merged" if "lora_rank" in then.tables["imitation"] else trained)
+    return then.trained_model("imitation", trained)
+
+
+def is_finished(model: Path) -> bool:
+    record = model / "settings.json"
+    return record.is_file() and read_json(record)["finished"]
 
 
 # The record.
@@ -524,18 +526,12 @@ def check_record(loop: Loop, words: list[str]) -> None:
         raise UserError(f"words={loop.words} differs from OUTPUT/words.txt; restore the list or {way}")
 
 
-def is_setting(name: str) -> bool:
-    try:
-        return bool(names_of_key(name))
-    except UserError:
-        return False
-
-
 def write_record(loop: Loop, became: Mapping, words: list[str]) -> None:
     """Write OUTPUT/settings.json (the settings given and the values chosen for `auto`) and OUTPUT/words.txt."""
     record = {"format": FORMAT, "settings": without_folders(loop.given, loop.output)}
     record["became"] = without_folders(became, loop.output)
-    record["made_by"] = made_by()
+    record["content"] = content_of(loop)
+    record["made_by"] = records.made_by()
     if loop.like:
         then, of_like = settings_of_like(loop.like, loop.output)
         record["like"] = {"settings": without_folders(then, loop.like), "became": of_like}
@@ -564,9 +560,8 @@ def without_folders(settings: Settings, output: str) -> Settings:
 
 
 def with_folders(settings: Settings, output: str) -> Settings:
-    """The inverse of `without_folders`, for the folders' present locations. Drops settings that no longer exist."""
-    known = {name: value for name, value in settings.items() if is_setting(name)}
-    text = json.dumps(known).replace("$OUTPUT", in_json(Path(output))).replace("$ROOT", in_json(ROOT))
+    """The inverse of `without_folders`, for the folders' present locations."""
+    text = json.dumps(settings).replace("$OUTPUT", in_json(Path(output))).replace("$ROOT", in_json(ROOT))
     return json.loads(text)
 
 

@@ -51,23 +51,29 @@ class Stages:
         self.machine = machine
         self.lock: int | None = None  # file descriptor that the programs inherit
         self.signal: int | None = None
-        for number in STOPPING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-                signal.signal(number, self._note_signal)
 
-    def _note_signal(self, number: int, frame) -> None:
-        # Raising here could orphan a program that Popen is just starting, so `_wait` polls this twice a second.
-        self.signal = number
+    @contextlib.contextmanager
+    def _noting_signals(self) -> Iterator[None]:
+        """Note signals in `self.signal`. Raising could orphan a program that Popen is just starting."""
+
+        def note(number: int, frame) -> None:
+            self.signal = number
+
+        caught = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+        before = {number: signal.signal(number, note) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def run(self, name: str, command: Sequence[str], **variables: str) -> None:
         """Run a program with additional environment variables, appending to the stage's log. StageFailed on error."""
-        if self.signal:
-            self._stop(name)
         log = self.logs / (f"{name}.node{self.machine}.log" if self.machine else f"{name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         say(f"{name} started; log: {log}")
         begin = time.monotonic()
-        with open(log, "ab") as file:
+        with open(log, "ab") as file, self._noting_signals():
             file.write(f"\n=== {time.strftime('%c')}: {shlex.join(command)}\n".encode())
             file.flush()
             start = file.tell()  # where the program's output starts
@@ -80,11 +86,11 @@ class Stages:
                 start_new_session=True,
                 pass_fds=[] if self.lock is None else [self.lock],
             )
-        try:
-            status = self._wait(child, log, start, name)
-        finally:  # also if the terminal is gone and showing the bar raised
-            if child.poll() is None:
-                end_group(child)
+            try:
+                status = self._wait(child, log, start, name)
+            finally:  # also if the terminal is gone and showing the bar raised
+                if child.poll() is None:
+                    end_group(child)
         lines = [line for line in pieces(log, start) if line.strip()]
         if status:
             errors = sorted({found[0] for found in map(ERROR.search, lines) if found})
