@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from helpers import as_a_process, call, copy_model, flags_of
+from transformers import AutoTokenizer
 
 from tools import evaluate_reasoning
 from tools.common.files import read_json, write_json
+from tools.common.models import load_tokenizer
 from tools.evaluate_reasoning import (
     BENCHMARKS,
     MEAN,
@@ -58,13 +60,15 @@ def real_harness(monkeypatch):
 
 
 def test_the_eight_benchmarks_are_scored_as_without_the_harness(real_harness, tmp_path, monkeypatch):
-    """Data as local folders; MMLU and BBH cut to two parts. One model's folder has a name that needs JSON.
+    """Data as local folders; MMLU and BBH cut to two parts. One model's folder has a name that needs JSON, the other a
+    tokenizer that transformers reads otherwise.
 
     The right answers stand at different places, and models with a byte-level tokenizer begin theirs with a blank.
     """
     yaml = pytest.importorskip("yaml")
     right = bigrams.write_data(tmp_path / "data")
     models = {"yes": bigrams.write_model(tmp_path / ODD_NAME, "yes"), "no": bigrams.write_model(tmp_path / "no", "no")}
+    name_another_class(models["no"])
     shutil.copytree(evaluate_reasoning.TASK_FILES, tmp_path / "ours")
     bbh = yaml.safe_load((tmp_path / "ours/bbh_fewshot.yaml").read_text())
     write_json(tmp_path / "ours/bbh_fewshot.yaml", bbh | {"task": [part for part in bbh["task"] if part in right]})
@@ -106,6 +110,33 @@ def test_the_harness_asks_in_the_chat_template_of_a_model(real_harness, tmp_path
         for request in sample["arguments"].values():
             prompt, answer = request.values()
             assert prompt.endswith("<|im_start|>assistant\n") and "im_" not in answer
+
+
+def test_the_harness_gets_the_tokens_of_play_and_training(tmp_path, monkeypatch):
+    """transformers would read this byte-level tokenizer by the class named in tokenizer_config.json."""
+    model, asked = bigrams.write_model(tmp_path / "model", "yes"), []
+    name_another_class(model)
+
+    def run(words, **_):
+        arguments = json.loads(words[words.index("--model_args") + 1])
+        for folder in (arguments["pretrained"], arguments["tokenizer"]):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            asked.append((tokenizer(": yes it is").input_ids, tokenizer.chat_template))
+        return subprocess.CompletedProcess(words, 3)
+
+    monkeypatch.setattr(evaluate_reasoning, "subprocess", SimpleNamespace(run=run))
+    shutil.copy(ROOT / "tests/chat_templates/chatml.jinja", model / "chat_template.jinja")
+    flags = {"models": f"m={model}", "tasks": "PIQA", "lm_eval": "x", "output_dir": tmp_path / "out"}
+    call(evaluate_reasoning.main, *flags_of(flags), status=1)
+    ours = load_tokenizer(str(model))
+    (by_class, _), of_harness = asked
+    assert of_harness == (ours(": yes it is").input_ids, ours.chat_template) and of_harness[1] is not None
+    assert by_class != of_harness[0]
+
+
+def name_another_class(model: Path) -> None:
+    path = model / "tokenizer_config.json"
+    write_json(path, read_json(path) | {"tokenizer_class": "GemmaTokenizer"})
 
 
 @pytest.fixture

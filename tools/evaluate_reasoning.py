@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tools.common.errors import require
 from tools.common.files import ROOT, read_json, write_json, write_text
 from tools.common.flags import NAMED_MODELS, NamedPath, compared_values, defaults, flag, parse_flags
-from tools.common.models import model_folder, model_setting
+from tools.common.models import load_tokenizer, model_folder, model_setting
 from tools.common.programs import run_program
 from tools.common.ranks import LAUNCHER_VARIABLES
 from tools.common.records import stage
@@ -32,6 +32,7 @@ from tools.measure.estimates import UNKNOWN, markdown
 
 logger = logging.getLogger(__name__)
 TASK_FILES = ROOT / "tools/measure/tasks"  # replacements for tasks that the harness cannot load or scores wrongly
+TOKENIZER = "tokenizer"  # folder beside the harness's output
 MEAN = "geometric mean"  # a column of the table
 LONGEST = 4096  # tokens; with a context of 262,144 the harness would choose batch size 1
 
@@ -108,7 +109,6 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     if flags.lm_eval is None:
         require("lm_eval", "lm-eval==0.4.13")
     command = shlex.split(flags.lm_eval) if flags.lm_eval else [sys.executable, "-m", "lm_eval"]
-    command += ["run", "--trust_remote_code"] if flags.trust_remote_code else ["run"]
     # On CPUs the harness's search for a batch size is slow.
     batch_size = flags.batch_size or ("auto" if torch.cuda.is_available() else "8")
     settings = compared_values(flags) | {"batch_size": batch_size}
@@ -125,7 +125,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
         try:
             with stage(record, asked, results=[path.name], defaults=defaults(Flags), ranks=False) as work:
                 if work.todo:
-                    write_json(path, ask(command, asked, log))
+                    write_json(path, ask(command, asked, log, trust_remote_code=flags.trust_remote_code))
             result = read_json(path)
             versions.add(result["harness"])
             scores[name][benchmark.name] = read_score(result, benchmark.metric)
@@ -134,7 +134,7 @@ def ask_all(flags: Flags) -> tuple[dict[str, dict[str, Score]], set[str]]:
     return scores, versions
 
 
-def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
+def ask(command: Sequence[str], settings: Mapping, log: Path, *, trust_remote_code: bool = False) -> dict:
     """Run the harness for a model and a task. Returns {"metrics": {NAME: {"value", "stderr"}}, "harness": version}.
 
     `settings`: model (of `model_setting`), task, shots, limit, dtype (None: that of the model's config), batch_size,
@@ -143,7 +143,12 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
     # Otherwise the harness would take itself for a rank of this program's launch.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     with TemporaryDirectory(prefix=f".{log.stem}.", dir=log.parent) as folder:
-        argv = [*command, *harness_flags(settings, folder)]
+        # The harness's own loading gives some models other token ids than play and training use.
+        tokenizer = load_tokenizer(settings["model"]["path"], trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(f"{folder}/{TOKENIZER}")
+        argv = [*command, "run", *harness_flags(settings, folder)]
+        if trust_remote_code:
+            argv.append("--trust_remote_code")
         with open(log, "w", encoding="utf-8") as file:
             print(shlex.join(argv), file=file, flush=True)
             status = subprocess.run(argv, env=environment, stdout=file, stderr=file, check=False).returncode
@@ -162,9 +167,10 @@ def ask(command: Sequence[str], settings: Mapping, log: Path) -> dict:
 
 
 def harness_flags(settings: Mapping, folder: str) -> list[str]:
-    """The harness's flags, with an output folder for this run."""
+    """The harness's flags, with a folder for this run's output, which also holds the tokenizer."""
     config = read_json(model_folder(settings["model"]["path"]) / "config.json")
-    model = {"pretrained": settings["model"]["path"], "dtype": settings["dtype"] or "auto"}
+    model = {"pretrained": settings["model"]["path"], "tokenizer": f"{folder}/{TOKENIZER}"}
+    model["dtype"] = settings["dtype"] or "auto"
     # The harness knows other names for a model without this one.
     if length := config.get("text_config", config).get("max_position_embeddings"):
         model["max_length"] = min(length, LONGEST)
