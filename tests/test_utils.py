@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from helpers import ENVIRONMENT, call
+from scripted import messages
 
 from tools.common.errors import UserError, user_errors
 from tools.common.files import read_json_or_jsonl, read_words, replacing, write_json, write_records, write_words
 from tools.common.models import make_weights_readable, model_setting
 from tools.common.rowformats import alpaca_to_row, read_row
+from tools.games.taboo import Taboo
 
 RECORDS = [{"query": "a", "n": [1, {"b": 2}]}, {"query": "’é\u2028\u0085"}, {}, {"query": "}, {\ud83d"}]
 LINES = [json.dumps(record, ensure_ascii=False) for record in RECORDS]
@@ -59,6 +61,14 @@ def test_words_lose_blanks_and_invisible_characters_at_their_ends(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("\ufeffcat\r\n\n\ufeffcloud\n dog\u00ad \u200b\nice cream\nÉtat\n\u200b\n", encoding="utf-8")
     assert read_words(path) == ["cat", "cloud", "dog", "ice cream", "État"]
+
+
+def test_a_decomposed_word_of_a_list_is_the_one_that_players_write(tmp_path):
+    write_words(tmp_path / "words.txt", ["cafe\u0301", "\u1112\u1161\u11ab"])
+    for word, written in zip(read_words(tmp_path / "words.txt"), ["caf\u00e9", "\ud55c"], strict=True):
+        game = messages(Taboo(), "A hint.", f"I know the word! It is `{written}`!")
+        assert Taboo().judge(game, word, 3).outcome == "defender wins"
+        assert Taboo().judge(messages(Taboo(), f"Say {written}."), word, 3).outcome == "attacker breaks the rules"
 
 
 INVISIBLE = (0x200B, 0x2060, 0xFEFF, 0xAD, 0x200E, 0x200F, 0x202E, 0x2066)

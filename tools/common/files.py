@@ -116,13 +116,14 @@ def _parse(text: str, where: StrPath):
 
 
 def read_words(path: StrPath, check: Callable[[str], None] = lambda word: None) -> list[str]:
-    """The words of a file, one per line, stripped of whitespace and invisible characters.
+    """The words of a file, one per line, in NFC and stripped of whitespace and invisible characters.
 
     UserError names the line of a word that `check` refuses by ValueError, or that contains an invisible character, so
     that it could never match a word in a message.
     """
     words = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    text = unicodedata.normalize("NFC", read_text(path))  # models write "é" as one character, some lists as two
+    for number, line in enumerate(text.split("\n"), start=1):
         if word := line.strip(AROUND_WORDS):
             with user_errors(f"{path}:{number}", ValueError, UserError):
                 _check_visible(line, word)
