@@ -23,7 +23,10 @@ PLATFORM = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 def work(folder, seed=1, how="end") -> bool:
     """Write a file, wait if `how` is hold, and write a second file. Returns whether there was work to do."""
     results = ["rows.json", "part-*"]
-    with stage(f"{folder}/settings.json", {"seed": int(seed)}, results=results, ranks=how != "alone") as begun:
+    settings = {"seed": int(seed)}
+    if how == "other":  # on another machine: a seed, and the same model in another cache
+        settings = {"seed": int(seed) + rank(), "model": {"path": f"m{rank()}", "sha256": f"{rank()}", "commit": "c"}}
+    with stage(f"{folder}/settings.json", settings, results=results, ranks=how != "alone") as begun:
         if begun.todo and rank() == 0:
             write_json(f"{folder}/part-1", [])
         sys.stdout.write(f"{'todo' if begun.todo else 'done'} {rank()}\n")
@@ -159,6 +162,12 @@ def test_rank_0_decides_for_all_ranks(tmp_path):
         printed = run_ranks([__file__, tmp_path])
         assert sorted(re.findall(f"{state} ([01])", printed)) == ["0", "1"]
     run_ranks([__file__, tmp_path, 2], status=2)
+
+
+def test_ranks_with_other_settings_are_refused_on_all_ranks_and_nothing_is_written(tmp_path):
+    printed = run_ranks([__file__, tmp_path, 1, "other"], status=2)
+    assert printed.count("(seed: 1 on rank 0, 2 on rank 1); ") == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_program_that_needs_no_ranks_asks_for_none(tmp_path):

@@ -58,6 +58,11 @@ def warn_of_idle_gpu() -> None:
         warn_on_rank_0("running on the CPU, because PyTorch cannot use this machine's GPU: %s", why)
 
 
+def is_launch() -> bool:
+    """Whether there are several ranks that can synchronize."""
+    return world_size() > 1 and "MASTER_ADDR" in os.environ
+
+
 @functools.cache
 def launch_store():
     """The key-value store shared by all ranks of a launch, on the same server as torch's process group."""
@@ -73,7 +78,7 @@ def on_rank_0(make: Callable[[], T]) -> T:
     All ranks must call this. Rank 0 waits until all have the answer; the others wait only for the answer. It goes
     through the launcher's store, because play has no process group, and NCCL's would time out on a long wait.
     """
-    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
+    if not is_launch():
         return make()
     store = launch_store()
     key = f"spag/{next(_calls)}"
@@ -96,6 +101,17 @@ def on_rank_0(make: Callable[[], T]) -> T:
 def barrier() -> None:
     on_rank_0(lambda: None)  # rank 0 returns when all have called it
     on_rank_0(lambda: None)  # and then releases the others
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks in their order, passed as JSON. All ranks must call this."""
+    if not is_launch():
+        return [value]
+    store = launch_store()
+    key = f"spag/{next(_calls)}"
+    store.set(f"{key}/{rank()}", json.dumps(value))
+    on_rank_0(lambda: None)  # rank 0 returns when all values are there
+    return on_rank_0(lambda: [json.loads(store.get(f"{key}/{number}")) for number in range(world_size())])
 
 
 def is_first_of_machine() -> bool:

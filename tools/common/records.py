@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from tools.common.errors import UserError
 from tools.common.files import ROOT, StrPath, check_record_file, data_folder, read_json, write_json
-from tools.common.ranks import barrier, on_rank_0, rank
+from tools.common.ranks import barrier, gather, on_rank_0, rank
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EROFS, errno.ENOLCK)  # errors of file systems without locks
 OF_STAGE = ("settings", "finished", "made_by")  # a record's own fields; all others are notes
@@ -92,7 +92,8 @@ def stage(
     ended without an error on all ranks. `results` are file patterns in its folder, the first of which must exist when
     the work is finished. A setting missing in the record counts as its value in `defaults`, so that a new flag does
     not invalidate finished work. All ranks enter together; `ranks=False` is for single-process programs. UserError,
-    with nothing written, if there are results made with other settings or another launch is running.
+    with nothing written, if there are results made with other settings, the ranks' settings differ, or another launch
+    is running.
     """
     record = Path(record)
     compared = json.loads(json.dumps(settings))  # tuples are lists in a file
@@ -101,6 +102,8 @@ def stage(
     lock = FileLock(record.with_name(f".{record.stem}.lock"), timeout=0, fallback_to_soft=False)
     begin = functools.partial(_begin, record, compared, missing, results, lock)
     try:
+        if ranks:
+            check_ranks(compared)
         todo, notes = on_rank_0(begin) if ranks else begin()
         work = Stage(todo, notes, record, compared, writes=rank() == 0 or not ranks)
         yield work
@@ -110,6 +113,18 @@ def stage(
             work.write(finished=True)
     finally:
         lock.release()
+
+
+def check_ranks(settings: Mapping) -> None:
+    """UserError on all ranks if the settings of one differ from rank 0's.
+
+    Models of the hub are compared by commit, because the caches of two machines may have more or fewer of its files.
+    """
+    first, *others = gather(settings)
+    for number, other in enumerate(others, start=1):
+        labels = ("on rank 0", f"on rank {number}")
+        if phrases := "; ".join(differences(first, other, labels=labels, by=("commit", "sha256"))):
+            raise UserError(f"the processes have different settings ({phrases}); start all with the same command")
 
 
 def rows_stage(output: StrPath, settings: Mapping, defaults: Mapping) -> AbstractContextManager[Stage]:
@@ -149,22 +164,34 @@ def _begin(record: Path, settings: dict, defaults: dict, results: Sequence[str],
     return True, notes
 
 
-def differences(old: Mapping, new: Mapping, defaults: Mapping = {}) -> list[str]:
-    """A phrase for each setting that differs. Files and models are compared by sha256.
+def differences(
+    old: Mapping,
+    new: Mapping,
+    defaults: Mapping = {},
+    *,
+    labels: tuple[str, str] = ("then", "now"),
+    by: Sequence[str] = ("sha256",),
+) -> list[str]:
+    """A phrase for each setting that differs, with a label for each value.
 
-    A missing setting counts as its value in `defaults`, or else as None.
+    A missing setting counts as its value in `defaults`, or else as None. Files and models are compared by the first of
+    their fields named in `by`.
     """
     phrases = []
     for name in {**old, **new}:
-        then = old.get(name, defaults.get(name))
-        now = new.get(name, defaults.get(name))
-        if _content(then) != _content(now):
-            phrases.append(f"{name}: {then} then, {now} now")
+        values = old.get(name, defaults.get(name)), new.get(name, defaults.get(name))
+        one, other = (_content(value, by) for value in values)
+        if one != other:
+            labelled = (f"{value} {label}" for value, label in zip(values, labels, strict=True))
+            phrases.append(f"{name}: {', '.join(labelled)}")
     return phrases
 
 
-def _content(setting):
-    return setting.get("sha256", setting) if isinstance(setting, dict) else setting
+def _content(setting, by: Sequence[str]):
+    """What a setting is compared by."""
+    if not isinstance(setting, dict):
+        return setting
+    return next((setting[field] for field in by if field in setting), setting)
 
 
 @functools.cache
