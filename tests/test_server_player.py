@@ -130,8 +130,9 @@ def test_the_server_is_shown_the_prompts_of_local_play(api, path, stub, place, t
     "changes, expected",
     [
         ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}),
-        ({"min_new_tokens": 2}, {"temperature": 1.2, "top_k": 50, "min_tokens": 2}),
-        ({"temperature": 1.0, "top_k": 0}, {}),  # neutral values are not sent
+        ({"min_new_tokens": 2}, {"temperature": 1.2, "top_p": 1, "top_k": 50, "min_tokens": 2}),
+        # Neutral values too, or a server would take those of generation_config.json or its own.
+        ({"temperature": 1.0, "top_k": 0}, {"temperature": 1, "top_p": 1, "top_k": -1}),
         ({"task_type": "testing"}, {"temperature": 0}),
     ],
 )
@@ -140,8 +141,9 @@ def test_sampling_is_that_of_the_flags(changes, expected, stub, run):
     run(server.url, max_games=1, **changes)
     seeds = [body.pop("seed", None) for *_, body in server.requests]
     assert len(set(seeds)) == (1 if "task_type" in changes else 4)
+    expected |= {"model": "some/model", "max_tokens": 4, "min_p": 0, "repetition_penalty": 1}
     for *_, body in server.requests:
-        assert body == {"model": "some/model", "prompt": body["prompt"], "max_tokens": 4, **expected}
+        assert body == {**expected, "prompt": body["prompt"]}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,8 @@ def test_fields_that_a_server_refuses_are_left_out_from_then_on(refused, stub, r
     assert stored() == [0, 1, 2]
     *_, last = server.requests[-1]
     assert 4 in (last.get("max_tokens"), last.get("max_completion_tokens"))
-    assert errors.count("only without seed, top_k") == 1
+    assert errors.count("only without min_p, repetition_penalty, seed, top_k") == 1
+    assert (last["temperature"], last["top_p"]) == (1.2, 1)
 
 
 def test_words_that_a_server_refuses_cost_their_games_alone_and_change_no_other_request(stub, run, stored):

@@ -96,15 +96,10 @@ class Sampling(FlagGroup):
     def do_sample(self) -> bool:
         return self.task_type == SAMPLING
 
-    def drawing(self, *, with_neutral: bool = True) -> dict[str, float]:
-        """Sampling parameters by name, optionally without those that have no effect."""
-        parameters = {}
-        for each in fields(Sampling):
-            value = getattr(self, each.name)
-            neutral = each.metadata["neutral"]
-            if neutral is not None and (with_neutral or value != neutral):
-                parameters[each.name] = value
-        return parameters
+    def drawing(self) -> dict[str, float]:
+        """Sampling parameters by name."""
+        names = [each.name for each in fields(Sampling) if each.metadata["neutral"] is not None]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from tools.players.player import (
 
 SERVER = "openai:"  # prefix of players behind a server
 OPENAI_URL = "https://api.openai.com/v1"
-OPENAI_FIELDS = ("temperature", "top_p")  # accepted by all servers; vLLM and SGLang accept all of Sampling.drawing
+OPENAI_FIELDS = ("temperature", "top_p")  # accepted by all servers; vLLM, SGLang and llama.cpp accept all fields
+NEUTRAL = {"min_p": 0, "repetition_penalty": 1}  # sampling parameters that play does not have
 LIMIT = "max_tokens"  # limit on a reply's tokens
 CHAT_LIMIT = "max_completion_tokens"  # the same for OpenAI's reasoning models
 WRONG_KEY = (401, 402)  # status: problem with the key or the account
@@ -155,10 +156,12 @@ class ServerPlayer(Player):
         return await self.client.completions.create(prompt=prompt, **request)
 
     def _fields(self, turn: Turn, form: Form) -> dict:
+        """The request's sampling parameters. Neutral ones are sent too, or the server's own defaults would apply."""
         sampling = self.flags
-        fields: dict[str, object] = {"temperature": 0}
+        fields: dict[str, object] = {**NEUTRAL, "temperature": 0}
         if sampling.do_sample:
-            fields = {**sampling.drawing(with_neutral=False)}
+            fields |= sampling.drawing()
+            fields["top_k"] = sampling.top_k or -1  # SGLang refuses 0
             fields["seed"] = draw_seed(self.seed, turn) >> 32  # 31 bits, which all servers accept
         if sampling.min_new_tokens:
             fields["min_tokens"] = sampling.min_new_tokens
