@@ -45,6 +45,14 @@ def test_functions_play_and_their_games_become_rows(episodes):
         spag.judge(episodes[0] | {"game": "twenty_questions"})
 
 
+def test_rows_follow_the_verdict_and_a_warning_counts_the_games_whose_stored_outcome_is_another(episodes, caplog):
+    rows = spag.rows(episodes)
+    assert not caplog.records
+    assert spag.rows([episodes[0] | {"outcome": "tied game"}, episodes[1]]) == rows
+    (warning,) = caplog.messages
+    assert "1 of 2" in warning and "tied game -> defender wins: 1" in warning
+
+
 def test_flags_of_play_count_for_functions_too(tmp_path):
     prompts = load_templates(load_game().prompt_file, load_game()) | {"rules": ["Rules of {max_turns} turns.\n"]}
     write_json(tmp_path / "prompts.json", prompts)

@@ -10,7 +10,7 @@ OUTPUT_rewards_settings.json. data/README.md describes the formats of all files.
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,20 +110,6 @@ def options_text(options: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items()) or "unset"
 
 
-def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[rewards.Result]) -> None:
-    """Warn of games whose stored outcome differs from the verdict, which the rows follow."""
-    pairs = ((episode.get("outcome"), result.outcome) for episode, result in zip(episodes, results, strict=True))
-    changed = Counter((stored, judged) for stored, judged in pairs if stored not in (None, judged))
-    if changed:
-        logger.warning(
-            "%s of %s games are judged differently from their stored outcome (%s); the rows follow the new verdict. "
-            "Were they played with other --game_options or another judge?",
-            f"{changed.total():,}",
-            f"{len(results):,}",
-            ", ".join(f"{stored} -> {judged}: {number:,}" for (stored, judged), number in changed.most_common()),
-        )
-
-
 def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewards.Result]]:
     """The episodes of all input files, and how they ended.
 
@@ -147,7 +133,7 @@ def read_games(flags: Flags, game: Game, chat) -> tuple[list[Mapping], list[rewa
             seen.add(key)
             episodes.append(episode)
             results.append(result)
-    warn_of_other_outcomes(episodes, results)
+    rows.warn_of_other_outcomes(episodes, results)
     return episodes, results
 
 

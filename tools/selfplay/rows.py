@@ -1,5 +1,6 @@
 """Training rows from episodes and SFT examples, and counts of rows. No torch."""
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from tools.selfplay.rewards import (
 if TYPE_CHECKING:
     from tools.games.chat import ChatTemplate  # imports transformers
 
+logger = logging.getLogger(__name__)
 # Values of --training_prompt:
 RANDOM = "random"
 PLAY = "play"
@@ -141,6 +143,20 @@ def game_rows(
     return rows
 
 
+def warn_of_other_outcomes(episodes: Sequence[Mapping], results: Sequence[Result]) -> None:
+    """Warn of games whose stored outcome differs from the verdict, which the rows follow."""
+    pairs = ((episode.get("outcome"), result.outcome) for episode, result in zip(episodes, results, strict=True))
+    changed = Counter((stored, judged) for stored, judged in pairs if stored not in (None, judged))
+    if changed:
+        logger.warning(
+            "%s of %s games are judged differently from their stored outcome (%s); the rows follow the new verdict. "
+            "Were they played with other --game_options or another judge?",
+            f"{changed.total():,}",
+            f"{len(results):,}",
+            ", ".join(f"{stored} -> {judged}: {number:,}" for (stored, judged), number in changed.most_common()),
+        )
+
+
 def episode_without(special: frozenset[str], episode: Mapping) -> Mapping:
     """An episode with these strings removed from messages and thoughts, as `play_game` does."""
     history = [message | {"content": without(special, message["content"])} for message in episode["history"]]
@@ -176,6 +192,7 @@ def assign_rewards(
     episodes = list(episodes)
     reward_flags = RewardFlags(decay_weight=decay_weight, **flags)
     results = judge_episodes(game, episodes, "episode", 0)
+    warn_of_other_outcomes(episodes, results)
     prompt = prompt_fn(game, training_prompt, rng=rng, templates=templates)
     return game_rows(game, episodes, results, reward_flags, prompt)
 
