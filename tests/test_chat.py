@@ -252,6 +252,11 @@ def test_rows_that_differ_from_the_play_of_their_games_are_one_warning_that_says
     assert warnings(game={"name": "taboo", "options": {}}) == []
     (line,) = warnings(**{"player epoch1": {"path": str(models["turns"])}})  # as the record of a match has it
     assert f"--tokenizer {models['chatml']} (played with that of {models['turns']})" in line
+    chat = {"path": "openai:m", "api": "chat"}
+    lines = warnings(chat_template=False, defender_model_name_or_path=chat)
+    lines += prompt_warnings(tmp_path, prompt_templates=PROMPTS)  # no rows have its layout, in a template or not
+    assert ["--openai_api chat" in line for line in lines] == [True, True]
+    assert not any("--chat_template" in line for line in lines)
     (tmp_path / "games_settings.json").unlink()
     assert prompt_warnings(tmp_path) == []
 

@@ -23,6 +23,7 @@ from tools.common.records import files_setting, rows_setting, rows_stage
 from tools.games.flags import GameFlags
 from tools.games.game import Game
 from tools.games.prompts import Templates, check_special_texts
+from tools.players.server import CHAT
 from tools.selfplay import rewards, rows
 from tools.selfplay.episodes import run_of
 from tools.selfplay.rows import PLAY, RANDOM, assign_rewards
@@ -94,10 +95,13 @@ def differences_from_play(flags: Flags, settings: Mapping, play: Mapping) -> lis
         phrases.append(f"--thinking {flags.thinking} (played with {not flags.thinking})")
     players = [play[name] for name in play if name.startswith("player ") or name.endswith("_model_name_or_path")]
     players = [player for player in players if isinstance(player, dict)]
-    had_template = play.get("chat_template") or any(player.get("api") == "chat" for player in players)
-    if play and bool(had_template) != flags.chat_template:
-        phrases.append(f"--chat_template {flags.chat_template} (played with {bool(had_template)})")
-    elif flags.chat_template and play.get("chat_template"):
+    had_template = bool(play.get("chat_template"))
+    if any(player.get("api") == CHAT for player in players):
+        layout = "the plain prompt as one user message, a layout that no row has"
+        phrases.append(f"played with --openai_api {CHAT} ({layout})")
+    elif play and had_template != flags.chat_template:
+        phrases.append(f"--chat_template {flags.chat_template} (played with {had_template})")
+    elif had_template:
         # Models from the hub, which have a commit, are in its cache since play.
         models = {player["path"] for player in players if "commit" in player or Path(player["path"]).is_dir()}
         for model in sorted(models - {flags.tokenizer}):

@@ -25,6 +25,7 @@ SERVER = "openai:"  # prefix of players behind a server
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_FIELDS = ("temperature", "top_p")  # accepted by all servers; vLLM, SGLang and llama.cpp accept all fields
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1}  # sampling parameters that play does not have
+CHAT = "chat"  # value of --openai_api
 LIMIT = "max_tokens"  # limit on a reply's tokens
 CHAT_LIMIT = "max_completion_tokens"  # the same for OpenAI's reasoning models
 WRONG_KEY = (401, 402)  # status: problem with the key or the account
@@ -38,7 +39,7 @@ class ServerFlags(Sampling):
     openai_api: str = flag(
         "endpoint of players openai:MODEL",
         default="completions",
-        choices=("completions", "chat"),
+        choices=("completions", CHAT),
         compared=False,  # records have it in the player's setting
     )
     openai_base_url: str | None = flag(
@@ -96,7 +97,7 @@ class ServerPlayer(Player):
         self.flags = flags
         self.seed = seed
         self.client = connect(flags)
-        self.chat = flags.openai_api == "chat"
+        self.chat = flags.openai_api == CHAT
         self.forms = [Form(LIMIT, all_fields=True), Form(LIMIT, all_fields=False)]
         if self.chat:
             self.forms.append(Form(CHAT_LIMIT, all_fields=False))
