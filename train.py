@@ -132,7 +132,8 @@ def set_up(args: SPAGArguments) -> SPAGTrainer:
     check_rows(train_rows, args)
     eval_rows = None
     if args.eval_data_path:
-        eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=len(train_rows))
+        first = int(column(train_rows, "index").max()) + 1  # not their number: rows of weight 0 may be dropped
+        eval_rows = read_rows(args.eval_data_path, args, tokenizer, size, first_index=first)
     model = load_for_training(args.model_name_or_path, **args.loading)
     warn_of_positions(model.config, args.max_length)
     # Saved with the model, with its original maximum length and sides.

@@ -797,6 +797,25 @@ def test_sft_leaves_out_rows_of_weight_0_and_says_that_other_weights_count_as_1(
     refused(tmp_path / "only_0", sft(only_0, tiny_model), "all rows have weight 0")
 
 
+class Unweighted(trainers.SFTwithKLTrainer):
+    reads_weights = False
+
+
+def test_rows_of_training_and_evaluation_never_share_a_reference_number(
+    tmp_path, tiny_model, other_model, monkeypatch
+):
+    """Dropped rows of weight 0 leave gaps in the training rows' indices."""
+    monkeypatch.setitem(trainers.TRAIN_METHODS, "SFTwithKL", Unweighted)
+    rows = [{"query": "q", "target": "t" * n, "weight": float(n % 2)} for n in range(1, 17)]
+    of_evaluation = write_rows(tmp_path / "eval.jsonl", [{"query": "a", "target": "b" * n} for n in range(1, 9)])
+    curves = []
+    for name, kept in (("all", rows), ("kept", rows[::2])):
+        path = write_rows(tmp_path / f"{name}.jsonl", kept)
+        settings = offline_po(path, tiny_model, other_model, train_method="SFTwithKL", eval_data_path=of_evaluation)
+        curves.append(run(tmp_path / name, settings, max_steps=1))
+    assert_same_curve(*curves)
+
+
 def test_self_play_on_sft_rows_alone_loads_no_reference(tmp_path, loaded, tiny_model, other_model):
     rows = write_rows(tmp_path / "rows.jsonl", [GAME | {"type": "sft"}] * 8)
     run(tmp_path / "out", offline_po(rows, tiny_model, other_model, allow_no_game_rows=True))
