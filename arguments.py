@@ -345,6 +345,12 @@ def _check_later_use(args: SPAGArguments | Namespace) -> None:
         raise UserError("--eval_strategy, --eval_on_start and --save_strategy best need --eval_data_path")
     if args.save_strategy == "best" and not args.metric_for_best_model:
         raise UserError("--save_strategy best needs --metric_for_best_model, such as eval_loss")
+    by_steps = args.eval_strategy == args.save_strategy == "steps"
+    eval_steps = args.eval_steps or args.logging_steps  # as the Trainer fills it in
+    if args.load_best_model_at_end and by_steps and eval_steps != args.save_steps:
+        why = "the best evaluation may have no checkpoint, and an older or the last model would be kept"
+        remedy = f"set --eval_steps ({eval_steps}) and --save_steps ({args.save_steps}) to the same number"
+        raise UserError(f"--load_best_model_at_end: {why}; {remedy}")
     if args.push_to_hub and args.lora_rank and Path(args.model_name_or_path).exists():
         remedy = "use a model from the hub"
         raise UserError(f"--push_to_hub: the adapters' base is a folder that only this machine has; {remedy}")

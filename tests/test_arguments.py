@@ -78,6 +78,9 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
             assert (args.warmup_steps, args.eval_strategy) == (warmup, "epoch")
 
 
+BEST = "--load_best_model_at_end True --eval_data_path rows.json --eval_strategy steps --save_strategy steps"
+
+
 @pytest.mark.parametrize(
     ("method", "flags", "message"),
     [
@@ -107,6 +110,8 @@ def test_flags_of_older_transformers_keep_their_meaning(given):
         ("SFT", "--train_sampling_strategy group_by_length", "group_by_length: .* batch_rebalance"),
         ("SFT", "--lora_rank 8 --push_to_hub True", "--push_to_hub: the adapters' base"),
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
+        ("SFT", f"{BEST} --eval_steps 2 --save_steps 4", r"set --eval_steps \(2.*\) and --save_steps \(4.*\) to"),
+        ("SFT", f"{BEST} --eval_steps 0.1 --save_steps 0.2", r"set --eval_steps \(0.1\) and --save_steps \(0.2\) to"),
     ],
 )
 def test_what_would_train_something_else_is_an_error(given, method, flags, message, tmp_path):
