@@ -390,6 +390,14 @@ def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         raise UserError(f"{path}: no weights would be saved; set {GATHER!r} in 'zero_optimization' to true")
+    needed = {"gradient_clipping"} - config.keys()
+    if "optimizer" in config:
+        of_adam = {"betas", "eps"} if "adam" in config["optimizer"].get("type", "").lower() else set()
+        params = {"lr", "weight_decay"} | of_adam
+        needed |= {f"optimizer.params.{name}" for name in params - config["optimizer"].get("params", {}).keys()}
+    if needed:
+        why = "DeepSpeed's defaults would silently override flags"
+        raise UserError(f'{path}: {", ".join(sorted(needed))} missing, so {why}; add with the value "auto"')
 
 
 def parse_arguments(argv: list[str] | None = None) -> SPAGArguments:

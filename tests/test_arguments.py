@@ -112,12 +112,18 @@ BEST = "--load_best_model_at_end True --eval_data_path rows.json --eval_strategy
         ("SFT", "--use_liger_kernel True", "pip install liger-kernel"),
         ("SFT", f"{BEST} --eval_steps 2 --save_steps 4", r"set --eval_steps \(2.*\) and --save_steps \(4.*\) to"),
         ("SFT", f"{BEST} --eval_steps 0.1 --save_steps 0.2", r"set --eval_steps \(0.1\) and --save_steps \(0.2\) to"),
+        ("SFT", "--deepspeed unclipped.json", "unclipped.json: gradient_clipping missing"),
+        ("SFT", "--deepspeed undecayed.json", "undecayed.json: optimizer.params.weight_decay missing"),
+        ("SFT", "--deepspeed adam.json", "adam.json: .*betas, .*eps, .*lr, .*weight_decay missing"),
     ],
 )
 def test_what_would_train_something_else_is_an_error(given, method, flags, message, tmp_path):
     write_json(tmp_path / "own.json", {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}})
     write_json(tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}})
-    write_json(tmp_path / "adam.json", {"optimizer": {"type": "AdamW"}})
+    write_json(tmp_path / "adam.json", {"optimizer": {"type": "AdamW"}, "gradient_clipping": "auto"})
+    write_json(tmp_path / "unclipped.json", {"zero_optimization": {"stage": 2}})
+    params = {"lr": "auto", "betas": "auto", "eps": "auto"}
+    write_json(tmp_path / "undecayed.json", {"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": params}})
     words = given(re.sub(r"\w+\.json", lambda name: str(tmp_path / name[0]), flags))
     with pytest.raises(UserError, match=message):
         parse_arguments(minimal(given, *words, method=method))
