@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import huggingface_hub
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_reporting_integration_callbacks
@@ -63,6 +64,7 @@ COMPARED = {
 # Set by accelerate launch and obeyed by the Trainer:
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
+FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
 ALL_STEPS = 1 - 1e-9  # for --warmup_steps, where 1 would mean one step
 GATHER = "stage3_gather_16bit_weights_on_model_save"  # false by default in DeepSpeed
 
@@ -181,6 +183,7 @@ class SPAGArguments(MethodArguments):
                 callback()  # raises if its package is missing
             optimizer = self._try_optimizer()
             get_scheduler(self.lr_scheduler_type, optimizer, 0, 1, self.lr_scheduler_kwargs)
+        _check_fsdp(self)
 
     @property
     def precision(self) -> str:
@@ -373,6 +376,19 @@ def _check_launcher(args: SPAGArguments) -> None:
             f"{PRECISION_VARIABLE} is {asked}, but the flags say {args.precision}: {remedy}start without accelerate's "
             "mixed precision (accelerate launch --mixed_precision no)"
         )
+
+
+def _check_fsdp(args: SPAGArguments) -> None:
+    """UserError if the Trainer would save no model, because --fsdp or `accelerate launch` asks for sharded weights."""
+    by_launcher = os.environ.get(FSDP_VARIABLE, "false").lower() == "true"
+    if args.fsdp or by_launcher:
+        plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))  # as the Trainer makes it
+        if "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            where = "--fsdp_config" if args.fsdp else f"{FSDP_VARIABLE} is true"
+            raise UserError(
+                f"{where}: FSDP with state_dict_type {plugin.state_dict_type.name} would save no model; set it to "
+                "FULL_STATE_DICT, or use --deepspeed configs/zero3.json instead"
+            )
 
 
 def _check_deepspeed_file(args: SPAGArguments | Namespace) -> None:

@@ -135,6 +135,19 @@ def test_deepspeed_of_accelerate_that_the_flags_do_not_name_is_refused(given, mo
         parse_arguments(minimal(given))
 
 
+def test_fsdp_that_would_save_no_model_is_refused(given, monkeypatch):
+    no_model = "FSDP with state_dict_type SHARDED_STATE_DICT would save no model"
+    parse_arguments(minimal(given, "--fsdp", "--fsdp_config", '{"state_dict_type": "FULL_STATE_DICT"}'))
+    with pytest.raises(UserError, match=no_model):
+        parse_arguments(minimal(given, "--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}'))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    parse_arguments(minimal(given))
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    with pytest.raises(UserError, match=f"ACCELERATE_USE_FSDP is true: {no_model}"):
+        parse_arguments(minimal(given))
+
+
 def test_a_precision_of_accelerate_that_the_flags_do_not_say_is_refused(given, monkeypatch):
     for of_accelerate, flags, named in (
         ("bf16", [], "--bf16 True"),
