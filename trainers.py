@@ -12,6 +12,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +22,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from dataloaders import IGNORE_INDEX, column, numbers_by_row, scored_positions, split_by_row
+from dataloaders import IGNORE_INDEX, SPAGCollator, column, numbers_by_row, scored_positions, split_by_row
 from tools.common.card import write_card
 from tools.common.checkpoints import COMPLETE, delete_checkpoint, old_checkpoints
 from tools.common.errors import UserError, user_errors
@@ -283,6 +285,16 @@ class RebalancedEpochs(TrainerCallback):
         sampler.set_epoch(int(state.epoch or 0))
 
 
+def collate_once(collate: SPAGCollator, first_index: int, rows: list[dict]) -> dict[str, Tensor]:
+    """Collate an evaluation's rows without repeats.
+
+    With several processes, accelerate fills the last batches with the set's first rows, from `first_index`. A batch of
+    repeats alone stays, because all ranks must call the model equally often; the Trainer drops its loss.
+    """
+    ends = [place for place, row in enumerate(rows) if row["index"] == first_index and place]
+    return collate(rows[: ends[0]] if ends else rows)
+
+
 class SPAGTrainer(Trainer):
     """What the methods share: forward pass, reference, row counts, metrics, checkpoints.
 
@@ -405,8 +417,21 @@ class SPAGTrainer(Trainer):
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=shares), None, None
 
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Batches of all rows, each once. (The Trainer's would obey --dataloader_drop_last and have repeated rows.)"""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        loader = DataLoader(
+            rows,
+            batch_size=self.args.eval_batch_size,
+            collate_fn=partial(collate_once, self.data_collator, rows[0]["index"]),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
+
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        totals = self.total_denominators(dataloader)
+        all_rows = DataLoader(dataloader.dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
+        totals = self.total_denominators(all_rows)  # each row once per rank
         self.eval_counts = {name: total / totals["rows"] for name, total in totals.items()}
         return super().evaluation_loop(dataloader, *args, **kwargs)
 

@@ -561,9 +561,25 @@ def test_the_loss_of_an_evaluation_in_any_batches_is_a_training_step_s(tmp_path,
     path = write_rows(tmp_path / "rows.jsonl", rows)
     models = (tiny_model, other_model) if method is offline_po else (tiny_model,)
     settings = method(path, *models, eval_data_path=path, max_steps=1, learning_rate=0)
-    (step,) = run(tmp_path / "out", settings, per_device_train_batch_size=20, per_device_eval_batch_size=3)
+    batches = {"per_device_train_batch_size": 20, "per_device_eval_batch_size": 3, "dataloader_drop_last": True}
+    (step,) = run(tmp_path / "out", settings, **batches)
     results = read_json(tmp_path / "out" / "eval_results.json")
     assert results["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("method, batch_size", [(offline_po, 3), (offline_po, 4), (offline_po, 32), (sft, 8)])
+def test_the_loss_of_an_evaluation_in_two_processes_is_that_of_one(
+    tmp_path, tiny_model, other_model, method, batch_size
+):
+    """accelerate fills the last batches of 21 rows with the first ones: a whole batch, a part of one, or both."""
+    rows = sorted(make_rows(21), key=lambda row: row.get("type", ""))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    models = (tiny_model, other_model) if method is offline_po else (tiny_model,)
+    settings = method(path, *models, eval_data_path=path, max_steps=1, learning_rate=0)
+    run(tmp_path / "one", settings, per_device_eval_batch_size=21)
+    launch(tmp_path / "two", settings | {"per_device_eval_batch_size": batch_size})
+    one, two = (read_json(tmp_path / name / "eval_results.json")["eval_loss"] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize("normalization", ["micro_batch", "step"])
