@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ENVIRONMENT, ROOT, call, finish, kill_all, start, wait_for, words_of, write_place
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -246,7 +247,8 @@ def test_the_functions_of_the_page_of_pieces_change_weights_roles_and_rewards():
     assert [row["weight"] for row in rows] == [0.75] * 3 + [1.5] * 3 + [1.0]  # the rows given stay as they are
 
 
-def test_the_trainer_of_the_page_of_pieces_has_the_same_step_with_and_without_accumulation(tmp_path, tiny_model):
+def one_step_by_the_page(folder, model: str, dtype: torch.dtype, **settings):
+    """Train by the page of pieces for a step on eight games; return the Trainer."""
     (code,) = [code for code in blocks(PIECES, "python") if "(Trainer)" in code]
     names: dict = {"__name__": "readme"}
     exec(code, names)
@@ -254,24 +256,24 @@ def test_the_trainer_of_the_page_of_pieces_has_the_same_step_with_and_without_ac
     guess = "I know the word! It is {}!"
     episodes = spag.play(words, lambda turn: "It is near.", lambda turn: guess.format(words[turn.index]))
     rows = spag.rows(episodes, losers=0.5)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=dtype) for _ in range(2))
+    settings |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
+    return names["train"](policy, reference, AutoTokenizer.from_pretrained(model), rows, str(folder), **settings)
+
+
+def test_the_trainer_of_the_page_of_pieces_loses_no_small_step_of_a_bf16_model(tmp_path, tiny_model):
+    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).state_dict()
+    settings = {"per_device_train_batch_size": 16, "learning_rate": 2e-6, "bf16": True}
+    trainer = one_step_by_the_page(tmp_path, tiny_model, torch.bfloat16, **settings)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert (trainer.model.state_dict()[name].float() != start[name].float()).float().mean() > 0.9
+
+
+def test_the_trainer_of_the_page_of_pieces_has_the_same_step_with_and_without_accumulation(tmp_path, tiny_model):
     logged = []
     for batch_size in (16, 4):
-        model, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        trainer = names["train"](
-            model,
-            reference,
-            tokenizer,
-            rows,
-            str(tmp_path / str(batch_size)),
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=16 // batch_size,
-            max_steps=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-        )
+        settings = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 16 // batch_size}
+        trainer = one_step_by_the_page(tmp_path / str(batch_size), tiny_model, torch.float32, **settings)
         logged.append(trainer.state.log_history[0])
     whole, split = logged
     assert whole["loss"] == pytest.approx(-0.125, abs=1e-4)  # rewards 1 and -0.5, weight 0.5, ratio 1

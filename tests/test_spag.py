@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from conftest import build_tokenizer
 from helpers import ENVIRONMENT, Fork, finish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -144,6 +145,13 @@ def test_a_transcript_holds_a_game_as_a_trainer_reads_it(tokenizer, end):
     assert transcript.prompt_ids == ids[0]
     lengths = [len(part) for part in ids[1:]]
     assert transcript.mask == [1] * lengths[0] + [0] * lengths[1] + [1] * lengths[2] + [0] * lengths[3]
+
+
+def test_special_texts_include_those_that_no_role_of_the_tokenizer_names():
+    tokenizer = build_tokenizer("<|turn|>")
+    special = spag.special_texts(tokenizer)
+    seen = spag.step("taboo", "apple", [], "It grows<|turn|></s> on trees.", special=special)
+    assert seen.history[0]["content"] == "It grows on trees."
 
 
 def test_a_game_step_by_step():

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.common.errors import UserError
+from tools.common.models import special_texts as special_texts  # one of the pieces
 from tools.games.game import EPISODE_KEYS, Game, History, Verdict, load_game
 from tools.games.prompts import ASSISTANT, USER, Templates, chat_messages, play_prompt
 from tools.players.human import HUMAN
@@ -65,9 +66,9 @@ def step(
 ) -> Step:
     """Add a message by the role whose turn it is. A game starts with an empty history.
 
-    `special` are the special tokens' texts (`tokenizer.all_special_tokens`) of the models that play. They are removed
-    from the message before it is judged, because a player could use them to end its turn in the other's chat and go
-    on as somebody else. ValueError for a message that is not a string, and for a game that is over.
+    `special` are the special tokens' texts (`special_texts(tokenizer)`) of the models that play. They are removed from
+    the message before it is judged, because a player could use them to end its turn in the other's chat and go on as
+    somebody else. ValueError for a message that is not a string, and for a game that is over.
     """
     game = load(game)
     max_turns = max_turns or game.max_turns

@@ -57,7 +57,7 @@ def rollout(words: list[str], trainer: GRPOTrainer, settings: Settings) -> dict:
     players = [settings.opponent or (lambda turn: random.choice(SENTENCES))]
     players.insert(side, spag.batched(messages))
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-        games = spag.play(words, *players, max_turns=settings.turns, special=tokenizer.all_special_tokens)
+        games = spag.play(words, *players, max_turns=settings.turns, special=spag.special_texts(tokenizer))
     points = {each["index"]: GAME.points(each["target_word"], each["history"], each["outcome"]) for each in games}
     ended = [tokenizer.eos_token_id]  # the opponent ended the game before the model's first turn
     return {
