@@ -150,9 +150,9 @@ def test_true_hints_raise_log_share_and_false_ones_do_not():
     rows = [
         (local.codec.encode(prompt)[0], *encode_sentences(tokenizer, prompt, [guessed])) for prompt, guessed in heard
     ]
-    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
-    for _ in range(160):
-        drawn = draw.sample(rows, 32)
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=4e-3), random.Random(0)
+    for _ in range(200):
+        drawn = draw.sample(rows, 12)
         ids = pad_sequence([torch.tensor(prompt + guessed) for prompt, guessed in drawn], batch_first=True)
         labels = [torch.tensor([-100] * len(prompt) + guessed) for prompt, guessed in drawn]
         labels = pad_sequence(labels, batch_first=True, padding_value=-100)
