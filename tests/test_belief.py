@@ -164,7 +164,7 @@ def test_true_hints_raise_log_share_and_false_ones_do_not():
 
     def rise(skill: Skill) -> float:
         how = {"candidates": words, "templates": templates}
-        measured = [measure_game(local, build.GAME, game, **how) for game in games(1, skill)]
+        measured = [measure_game(local, build.GAME, game, **how) for game in games(1, skill)[::2]]
         return sum(messages[-1]["log_share"] - messages[0]["log_share"] for messages in measured) / len(measured)
 
     assert rise(build.TRUE_HINTS) > max(1, rise(replace(build.TRUE_HINTS, stray=1)))

@@ -154,14 +154,15 @@ def test_the_shell_loop_of_the_readme_runs_as_it_is_pasted_and_continues_after_a
     games = (tmp_path / "outputs/shell/epoch1/games/spag_sampling_words_results.json").read_bytes()
     continued = start(["bash", "-c", code], **how)
     first, second = tmp_path / "outputs/shell/epoch1", tmp_path / "outputs/shell/epoch2"
-    assert wait_for((second / "rows.json").exists, continued)
-    kill_all(continued, tmp_path)  # the second training is like the first
+    settings = second / "games/spag_sampling_words_settings.json"
+    assert wait_for(settings.exists, continued)
+    kill_all(continued, tmp_path)  # the second epoch is like the first
 
     assert (first / "games/spag_sampling_words_results.json").read_bytes() == games
     assert (first / "model/model.safetensors").is_file() and not list(first.glob("model/checkpoint-*"))
     assert json.loads((first / "model/settings.json").read_text())["finished"]
-    settings = json.loads((second / "games/spag_sampling_words_settings.json").read_text())["settings"]
-    assert settings["attacker_model_name_or_path"]["path"] == "outputs/shell/epoch1/model"
+    player = json.loads(settings.read_text())["settings"]["attacker_model_name_or_path"]
+    assert player["path"] == "outputs/shell/epoch1/model"
 
 
 def test_the_shell_loop_of_the_readme_ends_where_a_step_fails_and_leaves_the_terminal_open(tmp_path):
