@@ -26,7 +26,7 @@ from tools.evaluate_games import Flags as MatchFlags
 from tools.evaluate_reasoning import Flags as ReasoningFlags
 from tools.loop import check
 from tools.loop.settings import read_loop, write_record
-from tools.loop.stages import StageFailed, Stages
+from tools.loop.stages import StageFailed, Stages, hold_lock
 from tools.play_llm_game import Flags as PlayFlags
 
 BECAME = {"processes": 1, "precision": "fp32", "deepspeed": "none", "gradient_checkpointing": False}
@@ -498,7 +498,7 @@ def test_another_start_is_refused_until_the_loop_and_after_a_sigkill_its_stage_h
     psutil.wait_procs(users_of(output))  # the training runs to its end
     state = json.loads((output / "imitation/model/trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"] == 6
-    finish(start_loop())
+    os.close(hold_lock(str(output)))  # as the next start will
 
 
 def test_shellcheck_finds_nothing():
