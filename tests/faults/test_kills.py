@@ -56,7 +56,7 @@ MATRIX = [
     Kill("play", always=True),
     Kill("play", "ranks"),
     Kill("play", "torchrun", "launcher", always=True),
-    Kill("play", "torchrun", "SIGTERM", always=True),
+    Kill("play", "torchrun", "SIGTERM"),
     Kill("rewards", always=True),
     Kill("matches", always=True),
     Kill("training", always=True),
