@@ -214,7 +214,7 @@ def test_accumulation_changes_nothing_with_equal_mixes(tmp_path, tiny_model, oth
 
 @pytest.mark.parametrize("config", [None, "zero3.json", "default_offload_opt_param.json"])
 def test_two_processes_train_as_one(tmp_path, plain_runs, mixed_rows, tiny_model, other_model, config):
-    """With offload the model is its own reference, as in the paper; otherwise another one is. ZeRO-2: test_kills.py."""
+    """With offload the model is its own reference, as in the paper; otherwise another is. ZeRO-2: test_kills.py."""
     if config:
         pytest.importorskip("deepspeed")  # for Linux
     reference = tiny_model if config == "default_offload_opt_param.json" else other_model
