@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tools import assign_rewards, evaluate_belief, evaluate_games, evaluate_reasoning, play_llm_game
-from tools.common import records
 from tools.common.errors import UserError, user_errors
 from tools.common.files import ROOT, read_json, read_text, read_words, write_json, write_words
 from tools.common.flags import FlagGroup, build_parser, check_values, flag, flag_fields, is_compared, parse_flags
+from tools.common.records import made_by
 from tools.controls import CONTROLS, Control
 from tools.games.flags import GameFlags
 
@@ -452,18 +452,19 @@ def edited_files(folder: str, loop: Loop) -> set[str]:
     """Which of `words`, `prompt_templates` and `game_file` have another content than in the run in `folder`."""
     if has_begun(loop.output) or not os.path.isfile(loop.words):
         return set()
-    old, new = read_record(folder).get("content", {}), content_of(loop)
-    edited = {phrase.partition(":")[0] for phrase in records.differences(old, new if old else {})}
+    recorded = read_record(folder).get("sha256", {})
+    edited = {name for name, digest in digests(loop).items() if recorded.get(name, digest) != digest}
     if read_words(Path(folder, "words.txt")) != words_of_epoch(loop):
         edited.add("words")
     return edited
 
 
-def content_of(loop: Loop) -> dict[str, Any]:
-    """The game and its prompts as settings that are compared by content."""
+def digests(loop: Loop) -> dict[str, str]:
+    """SHA-256 of `prompt_templates` and of a user's own `game_file`."""
     play = loop.of("play")
     flags = GameFlags(game=play.game, game_options=play.game_options, prompt_templates=play.prompt_templates)
-    return flags.settings(flags.load_game())
+    settings = flags.settings(flags.load_game())
+    return {name: settings[name]["sha256"] for name in ("prompt_templates", "game_file") if name in settings}
 
 
 def words_of_epoch(loop: Loop, check: Callable[[str], None] = lambda word: None) -> list[str]:
@@ -530,8 +531,8 @@ def write_record(loop: Loop, became: Mapping, words: list[str]) -> None:
     """Write OUTPUT/settings.json (the settings given and the values chosen for `auto`) and OUTPUT/words.txt."""
     record = {"format": FORMAT, "settings": without_folders(loop.given, loop.output)}
     record["became"] = without_folders(became, loop.output)
-    record["content"] = content_of(loop)
-    record["made_by"] = records.made_by()
+    record["sha256"] = digests(loop)
+    record["made_by"] = made_by()
     if loop.like:
         then, of_like = settings_of_like(loop.like, loop.output)
         record["like"] = {"settings": without_folders(then, loop.like), "became": of_like}
